@@ -1,0 +1,181 @@
+"""Trains the mini target: `python train_target.py --data DIR --out DIR --minutes 75`.
+
+The learning rate falls linearly to zero over *elapsed time*, so a busy machine shortens the run and
+never cuts the schedule. State is saved every few minutes; `--resume` continues from it.
+"""
+
+import argparse
+import functools
+import json
+import pickle
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import target
+
+CAPACITY_FACTOR = 1.25  # training only; choices past it are dropped
+BALANCE_RATE = 0.02  # step of the auxiliary-loss-free bias update, times the learning-rate decay
+# Newton-Schulz coefficients that push singular values to about 1 in few steps (Muon's own).
+ORTHOGONALISE = (3.4445, -4.7750, 2.0315)
+
+
+def loss_fn(params, config, ids, is_int4):
+    """Returns (mean next-token loss in nats, (tokens per expert, choices dropped))."""
+    logits, _, loads, dropped = target.forward(
+        config, params, ids[:, :-1], CAPACITY_FACTOR, is_int4
+    )
+    hot = jax.nn.one_hot(ids[:, 1:], config.vocab_size)
+    loss = -jnp.mean(jnp.sum(hot * jax.nn.log_softmax(logits), -1))
+    return loss, (loads, dropped)
+
+
+def is_matrix(path, leaf) -> bool:
+    """Whether Muon updates the leaf: matrices inside layers, but not the router."""
+    names = [getattr(key, "key", None) for key in path]
+    return "layers" in names and "router" not in names and leaf.ndim >= 2
+
+
+def orthogonalise(matrices, steps):
+    """Returns the near-orthogonal factors of a stack `[.., rows, cols]` (Muon, Jordan 2024)."""
+    a, b, c = ORTHOGONALISE
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.swapaxes(-1, -2) if is_tall else matrices
+    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.swapaxes(-1, -2)
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.swapaxes(-1, -2) if is_tall else x
+
+
+def update(params, grads, state, lr, muon_lr, muon_steps):
+    """Returns (params, state) after one step: Muon for the matrices, Adam for everything else."""
+    count = state["count"] + 1
+    flat, tree = jax.tree_util.tree_flatten_with_path(params)
+    new_p, new_m, new_v = [], [], []
+    for (path, p), g, m, v in zip(flat, *map(jax.tree.leaves, (grads, state["m"], state["v"]))):
+        if muon_steps and is_matrix(path, p):
+            m = 0.95 * m + 0.05 * g
+            step = orthogonalise(0.95 * m + 0.05 * g, muon_steps)
+            # Scaled so that one update's rows have an Adam update's size at equal rates.
+            p = p - muon_lr * (0.2 * max(p.shape[-2:]) ** 0.5) * step - muon_lr * 0.05 * p
+        else:
+            m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+            adam = (m / (1 - 0.9**count)) / (jnp.sqrt(v / (1 - 0.95**count)) + 1e-8)
+            p = p - lr * adam
+        new_p.append(p), new_m.append(m), new_v.append(v)
+    rebuild = functools.partial(jax.tree.unflatten, tree)
+    return rebuild(new_p), {"m": rebuild(new_m), "v": rebuild(new_v), "count": count}
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5), donate_argnums=(0, 1))
+def train_step(params, state, ids, config, is_int4, muon_steps, lr, muon_lr, balance):
+    """Returns (params, optimiser state, loss, share of choices dropped)."""
+    (loss, (loads, dropped)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+        params, config, ids, is_int4
+    )
+    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
+    grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, 1.0 / (norm + 1e-6)), grads)
+    params, state = update(params, grads, state, lr, muon_lr, muon_steps)
+    for p, load in zip(params["layers"][1:], loads):
+        p["router_bias"] = p["router_bias"] + balance * jnp.sign(load.mean() - load)
+    return params, state, loss, dropped / loads.sum()
+
+
+def windows(stream, length, batch, seed):
+    """Yields `[batch, length + 1]` ids: each epoch a new offset and a new order of windows."""
+    rng = np.random.default_rng(seed)
+    while True:
+        offset = rng.integers(length)
+        starts = rng.permutation(np.arange(offset, len(stream) - length - 1, length))
+        for i in range(0, len(starts) - batch + 1, batch):
+            yield np.stack([stream[s : s + length + 1] for s in starts[i : i + batch]])
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _sum_loss(params, ids, config, is_int4):
+    logits, _, _, dropped = target.forward(config, params, ids[:, :-1], 4.0, is_int4)
+    logp = jax.nn.log_softmax(logits)
+    return -jnp.take_along_axis(logp, ids[:, 1:, None], -1).sum(), dropped
+
+
+def heldout_loss(params, config, stream, length=256, batch=16, limit=None, is_int4=True):
+    """Returns (nats per token, dropped choices) over whole windows, each from an empty context."""
+    starts = np.arange(0, len(stream) - length - 1, length)[:limit]
+    starts = starts[: len(starts) // batch * batch]
+    total, lost = 0.0, 0
+    for i in range(0, len(starts), batch):
+        ids = np.stack([stream[s : s + length + 1] for s in starts[i : i + batch]])
+        loss, dropped = _sum_loss(params, ids.astype(np.int32), config, is_int4)
+        total, lost = total + float(loss), lost + int(dropped)
+    return total / (len(starts) * length), lost
+
+
+def save(path, **state):
+    """Writes the state to one file, replacing it in one move."""
+    state = jax.tree.map(np.asarray, state)
+    path.with_suffix(".tmp").write_bytes(pickle.dumps(state))
+    path.with_suffix(".tmp").replace(path)
+
+
+def main() -> None:
+    """Runs the training."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, required=True)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--muon-lr", type=float, default=3e-3)
+    parser.add_argument("--muon-steps", type=int, default=5, help="0: Adam for everything")
+    parser.add_argument("--int4-from", type=float, default=0.6, help="share of time before int4")
+    parser.add_argument("--save-minutes", type=float, default=4)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    train, heldout = (np.load(args.data / f"{part}.npy") for part in ("train", "heldout"))
+    vocab_size = json.loads((args.data / "corpus.json").read_text())["vocab_size"]
+    config = target.Config(vocab_size=vocab_size)
+    params = target.init(config, seed=0)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    state = {"m": zeros, "v": jax.tree.map(jnp.copy, zeros), "count": jnp.zeros((), jnp.int32)}
+    before, step, path = 0.0, 0, args.out / "state.pkl"
+    if args.resume:
+        loaded = pickle.loads(path.read_bytes())
+        params, state = jax.tree.map(jnp.asarray, (loaded["params"], loaded["state"]))
+        before, step = float(loaded["seconds"]), int(loaded["step"])
+    batches = windows(train, args.length, args.batch, seed=step)
+    began = saved = shown = time.time()
+    for ids in batches:
+        elapsed = before + time.time() - began
+        share = elapsed / (args.minutes * 60)
+        if share >= 1:
+            break
+        rate = min(1.0, (step + 1) / 60) * (1 - share)
+        params, state, loss, dropped = train_step(
+            params, state, ids.astype(np.int32), config, share >= args.int4_from, args.muon_steps,
+            args.lr * rate, args.muon_lr * rate, BALANCE_RATE * (1 - share),
+        )  # fmt: skip
+        step += 1
+        if time.time() - shown > 15:
+            shown = time.time()
+            line = {"step": step, "tokens": step * args.batch * args.length}
+            line |= {"seconds": round(elapsed), "loss": round(float(loss), 4)}
+            print(json.dumps(line | {"dropped": round(float(dropped), 4)}), flush=True)
+        if time.time() - saved > args.save_minutes * 60:
+            saved = time.time()
+            held, lost = heldout_loss(params, config, heldout, limit=32)
+            print(json.dumps({"step": step, "heldout": held, "dropped": lost}), flush=True)
+            save(path, params=params, state=state, seconds=elapsed, step=step)
+    seconds = before + time.time() - began
+    save(path, params=params, state=state, seconds=seconds, step=step)
+    held, lost = heldout_loss(params, config, heldout)
+    tokens = step * args.batch * args.length
+    print(json.dumps({"done": step, "tokens": tokens, "heldout": held, "dropped": lost}))
+
+
+if __name__ == "__main__":
+    main()

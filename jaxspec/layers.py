@@ -1,0 +1,115 @@
+"""Building blocks that target and draft share: weights, norm, MLP, rotary embedding."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxspec.config import RotaryConfig
+from jaxspec.dims import typed
+
+__all__ = ["GatedMlp", "RMSNorm", "inverse_frequencies", "rotary_angles", "rotate", "weight"]
+
+
+def weight(rngs: nnx.Rngs, dtype: jnp.dtype, *shape: int, scale: float = 0.02) -> nnx.Param:
+    """A parameter drawn from a normal distribution: the shape is what conversion must fill."""
+    return nnx.Param(scale * jax.random.normal(rngs.params(), shape, dtype))
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, in f32 (arXiv:1910.07467)."""
+
+    def __init__(self, width: int, eps: float, dtype: jnp.dtype) -> None:
+        self.weight = nnx.Param(jnp.ones((width,), dtype))
+        self.eps = eps
+
+    @typed
+    def __call__(self, x: Float[Array, "*B width"]) -> Float[Array, "*B width"]:
+        """The normalised states, in x's dtype."""
+        x_f32 = x.astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True) + self.eps)
+        weight = self.weight[...].astype(jnp.float32)
+        return (x_f32 * scale * weight).astype(x.dtype)
+
+
+class GatedMlp(nnx.Module):
+    """down(silu(gate(x)) * up(x)) (SwiGLU, arXiv:2002.05202)."""
+
+    def __init__(self, width: int, hidden: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.gate = weight(rngs, dtype, width, hidden)
+        self.up = weight(rngs, dtype, width, hidden)
+        self.down = weight(rngs, dtype, hidden, width)
+
+    @typed
+    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The block's output, before the residual is added."""
+        gate_BTF, up_BTF = x_BTD @ self.gate[...], x_BTD @ self.up[...]
+        return (jax.nn.silu(gate_BTF) * up_BTF) @ self.down[...]
+
+
+def inverse_frequencies(config: RotaryConfig) -> np.ndarray:
+    """Radians per position of each rotated pair, f64 [width / 2].
+
+    With YaRN, pairs that turn often within the original context keep their frequency, those that
+    turn less than `beta_slow` times are slowed down by `factor`, and a linear ramp lies between
+    (arXiv:2309.00071, section 3.2; DeepSeek-V3 `inference/model.py`).
+    """
+    width, pair = config.width, np.arange(config.width // 2)
+    frequency = config.theta ** (-2.0 * pair / width)
+    if config.yarn is None:
+        return frequency
+    yarn = config.yarn
+
+    def pair_turning(times: float) -> float:
+        context = yarn.original_max_position_embeddings
+        return width * math.log(context / (times * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low = max(math.floor(pair_turning(yarn.beta_fast)), 0)
+    high = min(math.ceil(pair_turning(yarn.beta_slow)), width - 1)
+    ramp = np.clip((pair - low) / (high - low if high != low else 0.001), 0, 1)
+    return frequency / yarn.factor * ramp + frequency * (1 - ramp)
+
+
+@typed
+def rotary_angles(
+    config: RotaryConfig, pos_BT: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
+    """Cosine and sine of every pair's angle at 0-based positions, f32.
+
+    DeepSeek's YaRN also scales them by magnitude(mscale) / magnitude(mscale_all_dim), which is 1
+    where the two are equal, as they are for Kimi.
+    """
+    frequency = jnp.asarray(inverse_frequencies(config), jnp.float32)
+    angle_BTR = pos_BT.astype(jnp.float32)[:, :, None] * frequency
+    magnitude = 1.0
+    if (yarn := config.yarn) is not None:
+        magnitude = yarn.magnitude(yarn.mscale) / yarn.magnitude(yarn.mscale_all_dim)
+    return jnp.cos(angle_BTR) * magnitude, jnp.sin(angle_BTR) * magnitude
+
+
+@typed
+def rotate(
+    x_BTNR: Float[Array, "B T N R"],
+    angles: tuple[Float[Array, "B T half"], Float[Array, "B T half"]],
+    kind: str,
+) -> Float[Array, "B T N R"]:
+    """The heads, each pair of dims turned by its angle; in f32, returned in x's dtype.
+
+    Convention: see `RotaryConfig.kind`. `pairs` are turned where they stand, so cached keys are
+    in checkpoint order (transformers de-interleaves them; the products are the same).
+    """
+    cos, sin = (angle[:, :, None, :] for angle in angles)
+    x = x_BTNR.astype(jnp.float32)
+    if kind == "pairs":
+        first, second = x[..., 0::2], x[..., 1::2]
+    else:
+        first, second = jnp.split(x, 2, axis=-1)
+    turned = first * cos - second * sin, second * cos + first * sin
+    if kind == "pairs":
+        out = jnp.stack(turned, axis=-1).reshape(x.shape)
+    else:
+        out = jnp.concatenate(turned, axis=-1)
+    return out.astype(x_BTNR.dtype)

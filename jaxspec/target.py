@@ -1,0 +1,212 @@
+"""The target: a DeepSeek-V3-type decoder (Kimi-K2, Kimi-K2.5) that reports its boundaries."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxspec.cache import Latents
+from jaxspec.config import Numerics, TargetConfig
+from jaxspec.contracts import Boundaries, ContractError, Features, TargetIds
+from jaxspec.dims import typed
+from jaxspec.layers import GatedMlp, RMSNorm, rotary_angles, weight
+from jaxspec.mla import LatentAttention, Pass
+from jaxspec.moe import RoutedExperts, Router, Routing
+
+__all__ = ["Target", "TargetPass"]
+
+
+class DenseLayer(nnx.Module):
+    """A decoder layer whose MLP every token goes through."""
+
+    def __init__(self, config: TargetConfig, numerics: Numerics, rngs: nnx.Rngs) -> None:
+        c, dtype = config, numerics.jnp_dtype
+        self.input_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
+        self.attention = LatentAttention(config, numerics, rngs)
+        self.post_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
+        self.mlp = GatedMlp(c.hidden_size, c.intermediate_size, dtype, rngs)
+
+
+class SparseLayer(nnx.Module):
+    """A decoder layer with a router and shared experts; the routed ones are one stack outside."""
+
+    def __init__(self, config: TargetConfig, numerics: Numerics, rngs: nnx.Rngs) -> None:
+        c, dtype = config, numerics.jnp_dtype
+        self.input_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
+        self.attention = LatentAttention(config, numerics, rngs)
+        self.post_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
+        self.router = Router(config, rngs)
+        shared = c.n_shared_experts * c.moe_intermediate_size
+        self.shared = GatedMlp(c.hidden_size, shared, dtype, rngs)
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetPass:
+    """What one pass over the target gives.
+
+    Attributes:
+      hidden_BTD: the last boundary, before the final norm.
+      features: the captured boundaries, under their claim.
+      rows: this call's rows for the cache, [L,B,T,...].
+      expert_LBTX, margin_LBT: the sparse layers' choices; see `moe.Routing`.
+    """
+
+    hidden_BTD: Float[Array, "B T D"]
+    features: Features
+    rows: Latents
+    expert_LBTX: Int[Array, "L1 B T X"]
+    margin_LBT: Float[Array, "L1 B T"]
+
+
+class Target(nnx.Module):
+    """Embedding, dense layers, sparse layers, final norm and head.
+
+    Layers of a kind are one stack under `lax.scan`. `identity` names the weights
+    (`name@fingerprint`) in every claim this model stamps.
+    """
+
+    def __init__(
+        self, config: TargetConfig, numerics: Numerics, identity: str, rngs: nnx.Rngs
+    ) -> None:
+        c, dtype = config, numerics.jnp_dtype
+        self.embed = weight(rngs, dtype, c.vocab_size, c.hidden_size)
+        self.dense = _stack(DenseLayer, c.first_k_dense_replace, config, numerics, rngs)
+        self.sparse = _stack(SparseLayer, c.num_sparse_layers, config, numerics, rngs)
+        self.experts = RoutedExperts(config, numerics, rngs)
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
+        self.head = weight(rngs, dtype, c.hidden_size, c.vocab_size)
+        self.config, self.numerics, self.identity = config, numerics, identity
+
+    def boundaries(self, ids: tuple[int, ...], origin: str) -> Boundaries:
+        """The claim of features of this target.
+
+        Raises:
+          ContractError: there is no such boundary.
+        """
+        last = self.config.num_hidden_layers
+        if not ids or min(ids) < 0 or max(ids) > last:
+            raise ContractError(
+                f"boundaries {ids} [{origin}]: {self.identity} has boundaries 0 (the embedding "
+                f"output) to {last} (before the final norm)"
+            )
+        return Boundaries(self.identity, ids, self.config.hidden_size, origin)
+
+    def empty_cache(self, batch: int, slots: int) -> Latents:
+        """A cache with room for `slots` tokens of each sequence; its contents mean nothing yet."""
+        c, dtype = self.config, self.numerics.jnp_dtype
+        rows = (c.num_hidden_layers, batch, slots)
+        return Latents(
+            jnp.zeros((*rows, c.kv_lora_rank), dtype), jnp.zeros((*rows, c.qk_rope_head_dim), dtype)
+        )
+
+    def __call__(
+        self, tokens: TargetIds, at: Pass, cache: Latents, capture: Boundaries
+    ) -> TargetPass:
+        """One pass over the tokens of this call; the cache is read and not written.
+
+        Args:
+          capture: the boundaries to report; features are stamped with it.
+
+        Raises:
+          ContractError: ids of another vocabulary, or a capture claim of another target.
+        """
+        if capture.target != self.identity:
+            raise ContractError(
+                f"target: asked to capture {capture}\n  but this target is {self.identity}"
+            )
+        c = self.config
+        index_BT = tokens.require(c.vocab_size, "target")
+        x_BTD = self.embed[...][index_BT]
+        angles = rotary_angles(c.rotary, at.pos_BT)
+        # boundary -> slot of the capture buffer; the last slot takes what nobody asked for. A
+        # boundary asked for twice is captured once and repeated below.
+        distinct = sorted(set(capture.ids))
+        slot_of = [
+            distinct.index(b) if b in distinct else len(distinct)
+            for b in range(c.num_hidden_layers + 1)
+        ]
+        captured_KBTD = jnp.zeros((len(distinct) + 1, *x_BTD.shape), x_BTD.dtype)
+        carry = (x_BTD, captured_KBTD)
+
+        def attend(layer: Any, x_BTD: jax.Array, index: jax.Array) -> tuple[jax.Array, Latents]:
+            with jax.named_scope("attention"):
+                y_BTD, latent, rotary = layer.attention(
+                    layer.input_norm(x_BTD), at, angles, cache, index
+                )
+            return x_BTD + y_BTD, Latents(latent, rotary)
+
+        def dense(carry, layer, index, _):
+            x_BTD, captured_KBTD = carry
+            captured_KBTD = captured_KBTD.at[jnp.asarray(slot_of)[index]].set(x_BTD)
+            x_BTD, rows = attend(layer, x_BTD, index)
+            with jax.named_scope("mlp"):
+                x_BTD = x_BTD + layer.mlp(layer.post_norm(x_BTD))
+            return (x_BTD, captured_KBTD), (rows,)
+
+        def sparse(carry, layer, index, sparse_index):
+            x_BTD, captured_KBTD = carry
+            captured_KBTD = captured_KBTD.at[jnp.asarray(slot_of)[index]].set(x_BTD)
+            x_BTD, rows = attend(layer, x_BTD, index)
+            with jax.named_scope("experts"):
+                h_BTD = layer.post_norm(x_BTD)
+                routing = self._without_padding(layer.router(h_BTD), at)
+                routed_BTD = self.experts(h_BTD, routing, sparse_index)
+                x_BTD = x_BTD + routed_BTD + layer.shared(h_BTD)
+            return (x_BTD, captured_KBTD), (rows, routing.expert_BTX, routing.margin_BT)
+
+        num_dense = c.first_k_dense_replace
+        dense_rows = ()
+        if num_dense:
+            carry, dense_rows = _scan(dense, carry, self.dense, 0)
+        carry, (sparse_rows, expert_LBTX, margin_LBT) = _scan(sparse, carry, self.sparse, num_dense)
+        x_BTD, captured_KBTD = carry
+        captured_KBTD = captured_KBTD.at[slot_of[-1]].set(x_BTD)
+        parts = (*dense_rows, sparse_rows)
+        rows = jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *parts)
+        data = jnp.concatenate([captured_KBTD[slot_of[b]] for b in capture.ids], axis=-1)
+        return TargetPass(x_BTD, Features(data, capture), rows, expert_LBTX, margin_LBT)
+
+    @typed
+    def logits(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Logits of the next token, f32, from the last boundary."""
+        with jax.named_scope("head"):
+            return jnp.matmul(
+                self.norm(hidden_BTD), self.head[...], preferred_element_type=jnp.float32
+            )
+
+    def _without_padding(self, routing: Routing, at: Pass) -> Routing:
+        """The routing, with no expert for tokens that are not real."""
+        if at.is_real_BT is None:
+            return routing
+        nobody = self.config.n_routed_experts
+        return routing._replace(
+            expert_BTX=jnp.where(at.is_real_BT[:, :, None], routing.expert_BTX, nobody)
+        )
+
+
+def _stack(kind: type, depth: int, config: TargetConfig, numerics: Numerics, rngs: nnx.Rngs):
+    """`depth` layers of a kind as one module whose parameters lead with the layer axis."""
+    if not depth:
+        return None
+
+    @nnx.split_rngs(splits=depth)
+    @nnx.vmap(in_axes=(0,))
+    def make(rngs: nnx.Rngs) -> nnx.Module:
+        return kind(config, numerics, rngs)
+
+    return make(rngs)
+
+
+def _scan(body, carry, stack, first_layer: int):
+    """`lax.scan` of body(carry, layer, index in the model, index in the stack) over a stack."""
+    graph, params = nnx.split(stack)
+    depth = jax.tree.leaves(params)[0].shape[0]
+
+    def step(carry, xs):
+        params, index = xs
+        return body(carry, nnx.merge(graph, params), index + first_layer, index)
+
+    return jax.lax.scan(step, carry, (params, jnp.arange(depth)))

@@ -1,0 +1,84 @@
+"""Absorbed multi-head latent attention over a latent cache and the rows of this call."""
+
+from typing import Literal
+
+import jax
+
+from jaxspec.kernels.mla_attention.xla import mla_attention_xla
+
+__all__ = ["Implementation", "mla_attention"]
+
+Implementation = Literal["xla"]
+
+
+def mla_attention(
+    q_latent_BTNC: jax.Array,
+    q_rotary_BTNR: jax.Array,
+    latent_LBSC: jax.Array,
+    rotary_LBSR: jax.Array,
+    layer: jax.Array | int,
+    kv_len_B: jax.Array,
+    new_latent_BTC: jax.Array,
+    new_rotary_BTR: jax.Array,
+    sees_BTT: jax.Array | None,
+    *,
+    scale: float,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Latent outputs [B,T,N,C] in the queries' dtype and natural log-sum-exps [B,T,N] in f32.
+
+    One latent row serves all heads as key and as value, so the scores of a head are
+    `q_latent . latent + q_rotary . rotary` and its output is a mixture of latents
+    (DeepSeek-V2, arXiv:2405.04434, section 2.1.2, with the up-projections absorbed).
+
+    Args:
+      latent_LBSC, rotary_LBSR: the whole cache, of all layers; only `layer` is read. Slots at or
+        past `kv_len_B` may hold anything, NaN included.
+      kv_len_B: filled slots of each sequence, all of which every query sees.
+      new_latent_BTC, new_rotary_BTR: the rows of this call, which are not in the cache yet.
+      sees_BTT: which of the new rows each query sees (a tree's ancestors and itself); None means
+        causal (one token, a chain, a prompt chunk).
+      scale: softmax scale.
+      implementation: None takes the best that can run.
+
+    Raises:
+      ValueError: shapes or dtypes that do not belong together.
+    """
+    _check(q_latent_BTNC, q_rotary_BTNR, latent_LBSC, rotary_LBSR, new_latent_BTC, new_rotary_BTR)
+    if implementation not in (None, "xla"):
+        raise ValueError(f"mla_attention: no implementation {implementation!r}; there is 'xla'")
+    return mla_attention_xla(
+        q_latent_BTNC,
+        q_rotary_BTNR,
+        latent_LBSC,
+        rotary_LBSR,
+        layer,
+        kv_len_B,
+        new_latent_BTC,
+        new_rotary_BTR,
+        sees_BTT,
+        scale=scale,
+    )
+
+
+def _check(q_latent, q_rotary, latent, rotary, new_latent, new_rotary) -> None:
+    batch, tokens, heads, latent_width = q_latent.shape
+    rotary_width = q_rotary.shape[-1]
+    slots = latent.shape[2]
+    wanted = {
+        "q_rotary": (q_rotary, (batch, tokens, heads, rotary_width)),
+        "latent": (latent, (latent.shape[0], batch, slots, latent_width)),
+        "rotary": (rotary, (latent.shape[0], batch, slots, rotary_width)),
+        "new_latent": (new_latent, (batch, tokens, latent_width)),
+        "new_rotary": (new_rotary, (batch, tokens, rotary_width)),
+    }
+    for name, (array, shape) in wanted.items():
+        if array.shape != shape:
+            raise ValueError(
+                f"mla_attention: {name} is {array.shape} where q_latent {q_latent.shape} and "
+                f"latent {latent.shape} make it {shape}"
+            )
+        if array.dtype != q_latent.dtype:
+            raise ValueError(
+                f"mla_attention: {name} is {array.dtype} where q_latent is {q_latent.dtype}"
+            )

@@ -1,0 +1,62 @@
+"""`mla_attention` in plain XLA: the prefix in blocks, then the new rows, merged by log-sum-exp."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.kernels.online_softmax import Part, attend, merge, over_prefix
+
+__all__ = ["mla_attention_xla"]
+
+BLOCK = 256
+
+
+def mla_attention_xla(
+    q_latent_BTNC: jax.Array,
+    q_rotary_BTNR: jax.Array,
+    latent_LBSC: jax.Array,
+    rotary_LBSR: jax.Array,
+    layer: jax.Array | int,
+    kv_len_B: jax.Array,
+    new_latent_BTC: jax.Array,
+    new_rotary_BTR: jax.Array,
+    sees_BTT: jax.Array | None,
+    *,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """See `mla_attention`."""
+    batch, tokens, heads, latent_width = q_latent_BTNC.shape
+    slots, rotary_width, dtype = latent_LBSC.shape[2], rotary_LBSR.shape[3], q_latent_BTNC.dtype
+
+    def part(latent_BSC: jax.Array, rotary_BSR: jax.Array, is_seen_BTNS: jax.Array) -> Part:
+        scores_BTNS = jnp.einsum(
+            "btnc,bsc->btns", q_latent_BTNC, latent_BSC, preferred_element_type=jnp.float32
+        ) + jnp.einsum(
+            "btnr,bsr->btns", q_rotary_BTNR, rotary_BSR, preferred_element_type=jnp.float32
+        )
+        weigh = lambda weights_BTNS: jnp.einsum(
+            "btns,bsc->btnc",
+            weights_BTNS.astype(dtype),
+            latent_BSC,
+            preferred_element_type=jnp.float32,
+        )
+        return attend(scores_BTNS * scale, is_seen_BTNS, weigh)
+
+    def part_of_block(first: jax.Array, is_seen_BS: jax.Array) -> Part:
+        rows = is_seen_BS.shape[1]
+        read = lambda cache, width: lax.dynamic_slice(
+            cache, (layer, 0, first, 0), (1, batch, rows, width)
+        )[0]
+        # An unfilled slot may hold NaN, and 0 * NaN is NaN: the values are masked as well.
+        latent_BSC = jnp.where(is_seen_BS[:, :, None], read(latent_LBSC, latent_width), 0)
+        return part(latent_BSC, read(rotary_LBSR, rotary_width), is_seen_BS[:, None, None])
+
+    empty = Part(
+        jnp.zeros((batch, tokens, heads, latent_width), jnp.float32),
+        jnp.full((batch, tokens, heads), -jnp.inf, jnp.float32),
+    )
+    prefix = over_prefix(part_of_block, kv_len_B, slots=slots, block=BLOCK, empty=empty)
+    if sees_BTT is None:
+        sees_BTT = jnp.tri(tokens, dtype=bool)[None]
+    whole = merge(prefix, part(new_latent_BTC, new_rotary_BTR, sees_BTT[:, :, None]))
+    return whole.out.astype(dtype), whole.lse
