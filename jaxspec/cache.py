@@ -8,7 +8,6 @@ layer out would copy it (measured: 16 GB a step at full size).
 
 import dataclasses
 import functools
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -44,11 +43,8 @@ class KeyValues:
     value: Float[Array, "L B S N H"]
 
 
-Cache = TypeVar("Cache", Latents, KeyValues)
-
-
 @typed
-def commit(
+def commit[Cache: (Latents, KeyValues)](
     cache: Cache,
     rows: Cache,
     row_BP: Int[Array, "B P"],

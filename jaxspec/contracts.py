@@ -150,7 +150,7 @@ def _require_ids(given: Any, kind: type, vocab_size: int, who: str) -> Any:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["target_of_U"], meta_fields=["target_vocab_size"]
+    jax.tree_util.register_dataclass, data_fields=["targets"], meta_fields=["target_vocab_size"]
 )
 @dataclasses.dataclass(frozen=True)
 class VocabMap:
@@ -161,17 +161,17 @@ class VocabMap:
     a node two equal children.
     """
 
-    target_of_U: Any
+    targets: Any
     target_vocab_size: int
 
     @property
     def draft_vocab_size(self) -> int:
-        return self.target_of_U.shape[0]
+        return self.targets.shape[0]
 
     def to_target(self, ids: DraftIds) -> TargetIds:
         """The target ids that `ids` stand for."""
         index = ids.require(self.draft_vocab_size, "VocabMap.to_target")
-        return TargetIds(self.target_of_U[index], self.target_vocab_size)
+        return TargetIds(self.targets[index], self.target_vocab_size)
 
     @classmethod
     def identity(cls, vocab_size: int) -> "VocabMap":

@@ -27,8 +27,8 @@ __all__ = ["Borrowed", "Draft", "DraftPass"]
 class Borrowed:
     """The target's weights that a draft may use in place of its own; never kept in the draft."""
 
-    embed_VD: Float[Array, "V D"]
-    head_DV: Float[Array, "D V"]
+    embed: Float[Array, "V D"]
+    head: Float[Array, "D V"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +36,11 @@ class DraftPass:
     """What one pass over the draft gives.
 
     Attributes:
-      recurrent_BTD: the pre-norm output, which `recur` takes at the next level.
+      recurrent: the pre-norm output, which `recur` takes at the next level.
       rows: this call's rows for the draft's cache, [1,B,T,N,H].
     """
 
-    recurrent_BTD: Float[Array, "B T D"]
+    recurrent: Float[Array, "B T D"]
     rows: KeyValues
 
 
@@ -63,19 +63,22 @@ class DraftAttention(nnx.Module):
 
         Args:
           cache: committed rows, read-only.
-          earlier: scratch rows of earlier calls of this step, [1,B,T',N,H]; `at.sees_BTT` then
+          earlier: scratch rows of earlier calls of this step, [1,B,T',N,H]; `at.sees` then
             covers them first and this call's rows after them.
         """
-        angles = rotary_angles(self.config.rotary, at.pos_BT)
+        angles = rotary_angles(self.config.rotary, at.pos)
         kind = self.config.rotary.kind
-        project = lambda kernel: jnp.einsum("bta,anh->btnh", x_BTA, kernel[...])
+
+        def project(kernel: nnx.Param) -> jax.Array:
+            return jnp.einsum("bta,anh->btnh", x_BTA, kernel[...])
+
         q_BTNH = rotate(project(self.query), angles, kind)
         rows = KeyValues(rotate(project(self.key), angles, kind)[None], project(self.value)[None])
         seen = rows
         if earlier is not None:
             seen = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=2), earlier, rows)
         mixed_BTNH = gqa_attention(
-            q_BTNH, cache.key, cache.value, 0, at.kv_len_B, seen.key[0], seen.value[0], at.sees_BTT
+            q_BTNH, cache.key, cache.value, 0, at.kv_len, seen.key[0], seen.value[0], at.sees
         )
         return jnp.einsum("btnh,nhd->btd", mixed_BTNH, self.out[...]), rows
 
@@ -146,7 +149,7 @@ class Draft(nnx.Module):
         target: Borrowed,
     ) -> DraftPass:
         index_BT = tokens.require(self.config.vocab_size, "draft")
-        table_VD = target.embed_VD if self.embed is None else self.embed[...]
+        table_VD = target.embed if self.embed is None else self.embed[...]
         embedding_BTD = self.input_norm(table_VD[index_BT])
         normed_BTD = self.hidden_norm(hidden_BTD)
         residual_BTD = normed_BTD if self.config.norm_before_residual else hidden_BTD
@@ -161,5 +164,5 @@ class Draft(nnx.Module):
         self, recurrent_BTD: Float[Array, "B T D"], target: Borrowed
     ) -> Float[Array, "B T U"]:
         """Logits over the draft's vocabulary, f32."""
-        head_DU = target.head_DV if self.head is None else self.head[...]
+        head_DU = target.head if self.head is None else self.head[...]
         return jnp.matmul(self.norm(recurrent_BTD), head_DU, preferred_element_type=jnp.float32)

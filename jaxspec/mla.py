@@ -25,16 +25,16 @@ class Pass:
     """Where the tokens of one call stand.
 
     Attributes:
-      pos_BT: 0-based positions.
-      kv_len_B: cached tokens that all of them see.
-      sees_BTT: which tokens of this call each one sees; None means causal.
-      is_real_BT: False for padding, on which no expert is spent; None means all are real.
+      pos: 0-based positions.
+      kv_len: cached tokens that all of them see.
+      sees: which tokens of this call each one sees; None means causal.
+      is_real: False for padding, on which no expert is spent; None means all are real.
     """
 
-    pos_BT: Int[Array, "B T"]
-    kv_len_B: Int[Array, "B"]
-    sees_BTT: Bool[Array, "B T S"] | None = None
-    is_real_BT: Bool[Array, "B T"] | None = None
+    pos: Int[Array, "B T"]
+    kv_len: Int[Array, "B"]
+    sees: Bool[Array, "B T S"] | None = None
+    is_real: Bool[Array, "B T"] | None = None
 
 
 class LatentAttention(nnx.Module):
@@ -81,10 +81,10 @@ class LatentAttention(nnx.Module):
             cache.latent,
             cache.rotary,
             layer,
-            at.kv_len_B,
+            at.kv_len,
             latent_BTC,
             rotary_BTR,
-            at.sees_BTT,
+            at.sees,
             scale=c.softmax_scale,
             implementation=self.numerics.implementation,
         )

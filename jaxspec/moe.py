@@ -20,15 +20,15 @@ class Routing(NamedTuple):
     """The experts of each token.
 
     Attributes:
-      expert_BTX: chosen ids, best first.
-      weight_BTX: f32 weights; the correction bias is not in them.
-      margin_BT: f32 gap between the last chosen and the first rejected choice score: what a
+      expert: chosen ids, best first.
+      weight: f32 weights; the correction bias is not in them.
+      margin: f32 gap between the last chosen and the first rejected choice score: what a
         difference between two implementations must exceed to flip a choice.
     """
 
-    expert_BTX: Int[Array, "B T X"]
-    weight_BTX: Float[Array, "B T X"]
-    margin_BT: Float[Array, "B T"]
+    expert: Int[Array, "B T X"]
+    weight: Float[Array, "B T X"]
+    margin: Float[Array, "B T"]
 
 
 class Router(nnx.Module):
@@ -59,7 +59,7 @@ class Router(nnx.Module):
         return Routing(expert_BTX, weight_BTX * c.routed_scaling_factor, margin_BT)
 
     def _within_best_groups(self, choice_BTE: jax.Array) -> jax.Array:
-        """Choice scores, -inf outside the `topk_group` best groups (by the sum of their top two)."""
+        """Choice scores, -inf outside the `topk_group` best groups (by their two best scores)."""
         c = self.config
         if c.n_group == 1:
             return choice_BTE
@@ -101,8 +101,8 @@ class RoutedExperts(nnx.Module):
             self._stack("gate_up", self.config.hidden_size),
             self._stack("down", self.config.moe_intermediate_size),
             layer,
-            routing.expert_BTX.reshape(tokens, -1),
-            routing.weight_BTX.reshape(tokens, -1),
+            routing.expert.reshape(tokens, -1),
+            routing.weight.reshape(tokens, -1),
             product=self.numerics.expert_product,
             implementation=self.numerics.implementation,
         )

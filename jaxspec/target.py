@@ -48,17 +48,17 @@ class TargetPass:
     """What one pass over the target gives.
 
     Attributes:
-      hidden_BTD: the last boundary, before the final norm.
+      hidden: the last boundary, before the final norm.
       features: the captured boundaries, under their claim.
       rows: this call's rows for the cache, [L,B,T,...].
-      expert_LBTX, margin_LBT: the sparse layers' choices; see `moe.Routing`.
+      experts, router_margin: the sparse layers' choices; see `moe.Routing`.
     """
 
-    hidden_BTD: Float[Array, "B T D"]
+    hidden: Float[Array, "B T D"]
     features: Features
     rows: Latents
-    expert_LBTX: Int[Array, "L1 B T X"]
-    margin_LBT: Float[Array, "L1 B T"]
+    experts: Int[Array, "L1 B T X"]
+    router_margin: Float[Array, "L1 B T"]
 
 
 class Target(nnx.Module):
@@ -120,7 +120,7 @@ class Target(nnx.Module):
         c = self.config
         index_BT = tokens.require(c.vocab_size, "target")
         x_BTD = self.embed[...][index_BT]
-        angles = rotary_angles(c.rotary, at.pos_BT)
+        angles = rotary_angles(c.rotary, at.pos)
         # boundary -> slot of the capture buffer; the last slot takes what nobody asked for. A
         # boundary asked for twice is captured once and repeated below.
         distinct = sorted(set(capture.ids))
@@ -155,7 +155,7 @@ class Target(nnx.Module):
                 routing = self._without_padding(layer.router(h_BTD), at)
                 routed_BTD = self.experts(h_BTD, routing, sparse_index)
                 x_BTD = x_BTD + routed_BTD + layer.shared(h_BTD)
-            return (x_BTD, captured_KBTD), (rows, routing.expert_BTX, routing.margin_BT)
+            return (x_BTD, captured_KBTD), (rows, routing.expert, routing.margin)
 
         num_dense = c.first_k_dense_replace
         dense_rows = ()
@@ -179,12 +179,10 @@ class Target(nnx.Module):
 
     def _without_padding(self, routing: Routing, at: Pass) -> Routing:
         """The routing, with no expert for tokens that are not real."""
-        if at.is_real_BT is None:
+        if at.is_real is None:
             return routing
         nobody = self.config.n_routed_experts
-        return routing._replace(
-            expert_BTX=jnp.where(at.is_real_BT[:, :, None], routing.expert_BTX, nobody)
-        )
+        return routing._replace(expert=jnp.where(at.is_real[:, :, None], routing.expert, nobody))
 
 
 def _stack(kind: type, depth: int, config: TargetConfig, numerics: Numerics, rngs: nnx.Rngs):

@@ -1,4 +1,4 @@
-"""The routed experts of a mixture: gate, up, SiLU, down, weighted sum, for packed or plain weights."""
+"""The routed experts of a mixture: gate, up, SiLU, down, weighted sum; packed or plain weights."""
 
 from typing import Literal
 

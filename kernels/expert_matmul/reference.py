@@ -1,4 +1,4 @@
-"""The definition of correct for `expert_matmul`: every expert of the layer in f32, then a choice."""
+"""The definition of correct for `expert_matmul`: all experts of the layer in f32, then a choice."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""`expert_matmul` in plain XLA: a loop over the tiles that hold work, one expert unpacked at a time.
+"""`expert_matmul` in plain XLA: a loop over the tiles that hold work, an expert unpacked for each.
 
 Choices are sorted by expert and each expert's are cut into tiles. A tile reads one expert out of
 the whole stack, so the largest temporary is one expert, and experts that nobody chose cost nothing.
@@ -32,9 +32,10 @@ def expert_matmul_xla(
     tile = min(num_tokens, MAX_TILE)
 
     def matrix(stack: PackedInt4 | jax.Array, expert: jax.Array) -> jax.Array:
-        read = lambda array: lax.dynamic_slice(
-            array, (layer, expert, *[0] * (array.ndim - 2)), (1, 1, *array.shape[2:])
-        )[0, 0]
+        def read(array: jax.Array) -> jax.Array:
+            start, size = (layer, expert, *[0] * (array.ndim - 2)), (1, 1, *array.shape[2:])
+            return lax.dynamic_slice(array, start, size)[0, 0]
+
         if not isinstance(stack, PackedInt4):
             return read(stack).astype(dtype)
         one = PackedInt4(read(stack.words), read(stack.scales), stack.in_features)

@@ -46,17 +46,23 @@ def gqa_attention(
         scores_BTNGS = jnp.einsum(
             "btngh,bsnh->btngs", q_BTNGH, key_BSNH, preferred_element_type=jnp.float32
         )
-        weigh = lambda weights_BTNGS: jnp.einsum(
-            "btngs,bsnh->btngh",
-            weights_BTNGS.astype(dtype),
-            value_BSNH,
-            preferred_element_type=jnp.float32,
-        )
+
+        def weigh(weights_BTNGS: jax.Array) -> jax.Array:
+            return jnp.einsum(
+                "btngs,bsnh->btngh",
+                weights_BTNGS.astype(dtype),
+                value_BSNH,
+                preferred_element_type=jnp.float32,
+            )
+
         return attend(scores_BTNGS * scale, is_seen[:, :, None, None], weigh)
 
     def part_of_block(first: jax.Array, is_seen_BS: jax.Array) -> Part:
         block = (1, batch, is_seen_BS.shape[1], kv_heads, width)
-        read = lambda cache: lax.dynamic_slice(cache, (layer, 0, first, 0, 0), block)[0]
+
+        def read(cache: jax.Array) -> jax.Array:
+            return lax.dynamic_slice(cache, (layer, 0, first, 0, 0), block)[0]
+
         # An unfilled slot may hold NaN, and 0 * NaN is NaN: the values are masked as well.
         value_BSNH = jnp.where(is_seen_BS[:, :, None, None], read(value_LBSNH), 0)
         return part(read(key_LBSNH), value_BSNH, is_seen_BS[:, None])

@@ -22,15 +22,21 @@ def mla_attention_reference(
     """As `mla_attention`, with all keys side by side; f32 out."""
     batch, tokens = q_latent_BTNC.shape[:2]
     slots = latent_LBSC.shape[2]
-    f32 = lambda array: array.astype(jnp.float32)
+
+    def f32(array: jax.Array) -> jax.Array:
+        return array.astype(jnp.float32)
+
     is_filled = jnp.arange(slots) < kv_len_B[:, None]
     if sees_BTT is None:
         sees_BTT = jnp.broadcast_to(jnp.tri(tokens, dtype=bool), (batch, tokens, tokens))
     is_seen = jnp.concatenate(
         [jnp.broadcast_to(is_filled[:, None], (batch, tokens, slots)), sees_BTT], axis=-1
     )
-    # where() and not a product: an unfilled slot may hold NaN.
-    filled = lambda cache: jnp.where(is_filled[:, :, None], f32(cache[layer]), 0.0)
+
+    def filled(cache: jax.Array) -> jax.Array:
+        # where() and not a product: an unfilled slot may hold NaN.
+        return jnp.where(is_filled[:, :, None], f32(cache[layer]), 0.0)
+
     latent = jnp.concatenate([filled(latent_LBSC), f32(new_latent_BTC)], axis=1)
     rotary = jnp.concatenate([filled(rotary_LBSR), f32(new_rotary_BTR)], axis=1)
     scores = scale * (

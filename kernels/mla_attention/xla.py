@@ -34,19 +34,23 @@ def mla_attention_xla(
         ) + jnp.einsum(
             "btnr,bsr->btns", q_rotary_BTNR, rotary_BSR, preferred_element_type=jnp.float32
         )
-        weigh = lambda weights_BTNS: jnp.einsum(
-            "btns,bsc->btnc",
-            weights_BTNS.astype(dtype),
-            latent_BSC,
-            preferred_element_type=jnp.float32,
-        )
+
+        def weigh(weights_BTNS: jax.Array) -> jax.Array:
+            return jnp.einsum(
+                "btns,bsc->btnc",
+                weights_BTNS.astype(dtype),
+                latent_BSC,
+                preferred_element_type=jnp.float32,
+            )
+
         return attend(scores_BTNS * scale, is_seen_BTNS, weigh)
 
     def part_of_block(first: jax.Array, is_seen_BS: jax.Array) -> Part:
         rows = is_seen_BS.shape[1]
-        read = lambda cache, width: lax.dynamic_slice(
-            cache, (layer, 0, first, 0), (1, batch, rows, width)
-        )[0]
+
+        def read(cache: jax.Array, width: int) -> jax.Array:
+            return lax.dynamic_slice(cache, (layer, 0, first, 0), (1, batch, rows, width))[0]
+
         # An unfilled slot may hold NaN, and 0 * NaN is NaN: the values are masked as well.
         latent_BSC = jnp.where(is_seen_BS[:, :, None], read(latent_LBSC, latent_width), 0)
         return part(latent_BSC, read(rotary_LBSR, rotary_width), is_seen_BS[:, None, None])
