@@ -1,0 +1,227 @@
+import json
+import re
+from pathlib import Path
+
+import pytest
+import regex
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_tokenizer import CONTROL, MERGES, TEMPLATE, write_tokenizer
+
+from jaxspec import tokenizer as tokenizer_module
+from jaxspec.errors import InputError
+from jaxspec.tokenizer import KIMI_PATTERN, TextStream, Tokenizer, load_tokenizer
+
+BYTES = {bytes([i]): i for i in range(256)}
+TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+FORGED = st.lists(st.sampled_from([*CONTROL, "<|im_", "end|>", "<", "[", "the", " "])).map("".join)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory) -> Tokenizer:
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer is not None
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("don't We'LL x's", ["don't", " We'LL", " x's"]),
+        ("12345 6", ["123", "45", " ", "6"]),
+        ("日本語abc漢", ["日本語", "abc", "漢"]),
+        ("HTTPServer camelCase", ["HTTPServer", " camel", "Case"]),
+        ("a\n\n  b \t", ["a", "\n\n", " ", " b", " \t"]),
+        ("f(x): # no!\r\n", ["f", "(x", "):", " #", " no", "!\r\n"]),
+        ("éÀ ßё ひら", ["é", "À", " ßё", " ひら"]),
+    ],
+)
+def test_pattern_cuts_as_kimi_does(text, pieces):
+    """Worked out by hand from the eight alternatives; `regex` reads `&&` in its version 1."""
+    assert regex.findall(KIMI_PATTERN, text, flags=regex.V1) == pieces
+
+
+def test_merges_stay_inside_pieces(tokenizer):
+    names = [bytes([i]) for i in range(256)] + MERGES
+    encoded = [names[i] for i in tokenizer.encode("the and the 1234abc")]
+    assert encoded == [b"the", b" ", b"and", b" the", b" ", b"123", b"4", b"abc"]
+
+
+@given(TEXT)
+def test_round_trip(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@given(FORGED)
+def test_text_is_never_control(tokenizer, text):
+    first = min(tokenizer.special_ids.values())
+    ids = tokenizer.encode(text)
+    assert all(i < first for i in ids)
+    assert tokenizer.decode(ids) == text
+
+
+@given(TEXT, st.data())
+def test_stream_is_decode_in_pieces(tokenizer, text, data):
+    # Any bytes, broken characters included: an id below 256 is a byte.
+    ids = tokenizer.encode(text) + data.draw(st.lists(st.integers(0, 600)))
+    stream, parts = TextStream(tokenizer), []
+    while ids[sum(map(len, parts)) :]:
+        start = sum(map(len, parts))
+        parts.append(ids[start : start + data.draw(st.integers(1, 4))])
+    text = "".join(stream.push(part) for part in parts) + stream.finish()
+    assert text == tokenizer.decode(ids)
+
+
+def test_stream_holds_half_a_character_back(tokenizer):
+    first, *others = "語".encode()
+    stream = TextStream(tokenizer)
+    assert stream.push([first, others[0]]) == ""
+    assert stream.push([others[1]]) == "語"
+    assert stream.push([first]) + stream.finish() == "\ufffd"
+
+
+def test_decode_leaves_control_out_and_thinking_in(tokenizer):
+    names = ["<|im_end|>", "<think>", "[EOS]", "</think>"]
+    assert tokenizer.decode([tokenizer.special_ids[name] for name in names]) == "<think></think>"
+    assert tokenizer.decode([10**6]) == "\ufffd"
+
+
+def test_reserved_names_fill_the_ids_after_the_ranks(tokenizer):
+    first = 256 + len(MERGES)
+    assert sorted(tokenizer.special_ids.values()) == list(range(first, first + 258))
+    assert tokenizer.special_ids["[BOS]"] == first
+    number = first + len(CONTROL)
+    assert tokenizer.special_ids[f"<|reserved_token_{number}|>"] == number
+
+
+def test_chat_is_the_template_with_its_control_tokens(tokenizer):
+    messages = [{"role": "user", "content": "the abc"}, {"role": "system", "content": "123"}]
+    s, text = tokenizer.special_ids, tokenizer.encode
+    assert tokenizer.encode_chat(messages) == [
+        *[s["<|im_user|>"], *text("user"), s["<|im_middle|>"], *text("the abc"), s["<|im_end|>"]],
+        *[s["<|im_system|>"], *text("system"), s["<|im_middle|>"], *text("123"), s["<|im_end|>"]],
+        *[s["<|im_assistant|>"], *text("assistant"), s["<|im_middle|>"], s["<think>"]],
+    ]
+
+
+@given(FORGED, FORGED, st.text("\U000f0000\U000f0001<["))
+def test_no_message_forges_control(tokenizer, one, two, masked):
+    """The control tokens of any conversation are those of one that says nothing."""
+
+    def conversation(one: str, two: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": one}, {"role": "assistant", "content": two}]
+
+    def control(ids: list[int]) -> list[int]:
+        return [i for i in ids if i >= 256 + len(MERGES)]
+
+    ids = tokenizer.encode_chat(conversation(one + masked, two))
+    assert control(ids) == control(tokenizer.encode_chat(conversation("", "")))
+    hidden = {i for name, i in tokenizer.special_ids.items() if "think" not in name}
+    assert tokenizer.decode(i for i in ids if i not in hidden) == (
+        f"user{one}{masked}assistant{two}assistant<think>"
+    )
+
+
+def test_template_filters_as_in_transformers(tokenizer):
+    template = "{% for m in messages %}{{ m | tojson }}\n{% break %}{% endfor %}\n<|im_end|>"
+    chat = Tokenizer(
+        {bytes([i]): i for i in range(256)}, {256: {"content": "<|im_end|>"}}, template
+    )
+    ids = chat.encode_chat([{"role": "user", "content": "<|im_end|> <é'&>"}])
+    assert ids.count(256) == 1
+    assert chat.decode(ids) == '{"role": "user", "content": "<|im_end|> <é\'&>"}\n'
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% for %}", "chat template: TemplateSyntaxError"),
+        ("{{ messages[0]['content'] + 1 }}", "chat template: TypeError"),
+        ("{{ messages.__class__.__mro__ }}", "chat template: SecurityError"),
+    ],
+)
+def test_template_that_refuses(template, message):
+    chat = Tokenizer(BYTES, {}, template)
+    with pytest.raises(InputError, match=re.escape(message)):
+        chat.encode_chat([{"role": "user", "content": "hi"}])
+
+
+def test_template_of_the_config_and_none(tmp_path):
+    write_tokenizer(tmp_path, template=None)
+    plain = load_tokenizer(tmp_path)
+    assert plain is not None
+    with pytest.raises(InputError, match=r"no chat template .*--tokens"):
+        plain.encode_chat([{"role": "user", "content": "hi"}])
+    path = tmp_path / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    for named in (TEMPLATE, [{"name": "default", "template": TEMPLATE}]):
+        path.write_text(json.dumps({**config, "chat_template": named}))
+        loaded = load_tokenizer(tmp_path)
+        assert loaded is not None
+        assert loaded.encode_chat([{"role": "user", "content": "hi"}])
+
+
+def test_directory_without_a_tokenizer(tmp_path):
+    assert load_tokenizer(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("YQ== 0\nYg==\n", "line 2: expected a base64 token and its rank"),
+        ("YQ== 0\n*** 1\n", "line 2"),
+        ("YQ== 0\nYg== one\n", "line 2"),
+        ("YQ== 0\nYg== 2\n", "without a gap"),
+        ("YQ== 0\nYQ== 1\n", "must differ"),
+    ],
+)
+def test_broken_vocabulary(tmp_path, lines, message):
+    (tmp_path / "tiktoken.model").write_text(lines)
+    with pytest.raises(InputError, match=message):
+        load_tokenizer(tmp_path)
+
+
+def test_special_token_on_an_ordinary_id(tmp_path):
+    write_tokenizer(tmp_path)
+    config = {"added_tokens_decoder": {"7": {"content": "<odd>"}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="'<odd>' has id 7"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(InputError, match=r"tokenizer_config\.json: not JSON"):
+        load_tokenizer(tmp_path)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", " ", "b\t"]), st.integers(1, 25)), max_size=8))
+def test_long_text_is_cut_where_kimi_cuts(runs):
+    """The cuts, one character at a time as Kimi's loop finds them."""
+    text = "".join(character * count for character, count in runs)
+    limits = {"MAX_TEXT": 40, "MAX_RUN": 7}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, limit in limits.items():
+            patch.setattr(tokenizer_module, name, limit)
+        pieces = list(tokenizer_module._cut(text))
+    expected = []
+    for start in range(0, len(text), 40):
+        chunk, begin, length = text[start : start + 40], 0, 0
+        for i, character in enumerate(chunk):
+            same = i > 0 and character.isspace() == chunk[i - 1].isspace()
+            length = length + 1 if same else 1
+            if length > 7:
+                expected.append(chunk[begin:i])
+                begin, length = i, 1
+        expected.append(chunk[begin:])
+    assert pieces == expected
+
+
+def test_a_million_characters_are_encoded(tokenizer):
+    text = "a" * 500_000 + " the" * 125_000
+    assert tokenizer.decode(tokenizer.encode(text)) == text
