@@ -121,6 +121,11 @@ class DraftConfig:
     has_embedding: bool
     has_head: bool
 
+    @property
+    def num_kept_candidates(self) -> int:
+        """Candidates kept between steps, for trees of any shape."""
+        return min(NUM_KEPT_CANDIDATES, self.draft_vocab_size)
+
 
 @dataclasses.dataclass(frozen=True)
 class Numerics:

@@ -49,13 +49,13 @@ class TargetPass:
 
     Attributes:
       hidden: the last boundary, before the final norm.
-      features: the captured boundaries, under their claim.
+      features: the captured boundaries, under their claim; None where none were asked for.
       rows: this call's rows for the cache, [L,B,T,...].
       experts, router_margin: the sparse layers' choices; see `moe.Routing`.
     """
 
     hidden: Float[Array, "B T D"]
-    features: Features
+    features: Features | None
     rows: Latents
     experts: Int[Array, "L1 B T X"]
     router_margin: Float[Array, "L1 B T"]
@@ -103,17 +103,17 @@ class Target(nnx.Module):
         )
 
     def __call__(
-        self, tokens: TargetIds, at: Pass, cache: Latents, capture: Boundaries
+        self, tokens: TargetIds, at: Pass, cache: Latents, capture: Boundaries | None
     ) -> TargetPass:
         """One pass over the tokens of this call; the cache is read and not written.
 
         Args:
-          capture: the boundaries to report; features are stamped with it.
+          capture: the boundaries to report; features are stamped with it. None reports none.
 
         Raises:
           ContractError: ids of another vocabulary, or a capture claim of another target.
         """
-        if capture.target != self.identity:
+        if capture is not None and capture.target != self.identity:
             raise ContractError(
                 f"target: asked to capture {capture}\n  but this target is {self.identity}"
             )
@@ -123,7 +123,8 @@ class Target(nnx.Module):
         angles = rotary_angles(c.rotary, at.pos)
         # boundary -> slot of the capture buffer; the last slot takes what nobody asked for. A
         # boundary asked for twice is captured once and repeated below.
-        distinct = sorted(set(capture.ids))
+        wanted = () if capture is None else capture.ids
+        distinct = sorted(set(wanted))
         slot_of = [
             distinct.index(b) if b in distinct else len(distinct)
             for b in range(c.num_hidden_layers + 1)
@@ -166,8 +167,11 @@ class Target(nnx.Module):
         captured_KBTD = captured_KBTD.at[slot_of[-1]].set(x_BTD)
         parts = (*dense_rows, sparse_rows)
         rows = jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *parts)
-        data = jnp.concatenate([captured_KBTD[slot_of[b]] for b in capture.ids], axis=-1)
-        return TargetPass(x_BTD, Features(data, capture), rows, expert_LBTX, margin_LBT)
+        features = None
+        if capture is not None:
+            data_BTG = jnp.concatenate([captured_KBTD[slot_of[b]] for b in wanted], axis=-1)
+            features = Features(data_BTG, capture)
+        return TargetPass(x_BTD, features, rows, expert_LBTX, margin_LBT)
 
     @typed
     def logits(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

@@ -1,0 +1,378 @@
+"""The speculative step: two programs over one donated state that no tree shapes.
+
+`prefill` admits prompts into some places of the batch; `decode` runs whole steps in one
+`lax.while_loop`:
+
+    propose   the draft's tree below the last sampled token        (propose.py, tree.py)
+    verify    one target pass over its nodes, against the cache    (target.py)
+    accept    the path that the target's own choices confirm       (sampling.py, verify.py)
+    commit    the accepted rows into both caches, one scatter each (cache.py)
+    extend    the draft over the accepted path, with the TARGET's features
+
+Where a sequence stands: `length` tokens have rows in both caches; the root token, at position
+`length`, was sampled and has none. Row i of the draft's cache pairs the features of position i with
+the token at i + 1, so its last row already holds the root.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from jaxspec.cache import KeyValues, Latents, commit
+from jaxspec.config import TreeConfig
+from jaxspec.contracts import Boundaries, TargetIds
+from jaxspec.dims import typed
+from jaxspec.draft import Borrowed, Draft
+from jaxspec.mla import Pass
+from jaxspec.propose import DraftSeed, propose, seed_from
+from jaxspec.sampling import Sampling, choose
+from jaxspec.target import Target
+from jaxspec.tree import only_root
+from jaxspec.verify import accept
+
+__all__ = ["Admission", "Settings", "State", "Status", "decode", "empty_state", "prefill"]
+
+
+class Status:
+    """What a place of the batch is doing, or why its sequence ended."""
+
+    IDLE, RUNNING, EOS, LENGTH, NOT_A_NUMBER = range(5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a compiled step is specialised to.
+
+    Attributes:
+      tree: shape of the draft tree; None decodes plainly.
+      capture: the boundaries that the target reports to the draft.
+      stop_ids: tokens that end a sequence, themselves emitted.
+      chunk: prompt tokens per target pass.
+    """
+
+    tree: TreeConfig | None
+    capture: Boundaries | None
+    stop_ids: tuple[int, ...]
+    chunk: int
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["target_cache", "draft_cache", "seed", "root", "length", "status", "sampling",
+                 "limit", "tokens", "num_tokens", "accepted", "num_steps"],
+    meta_fields=[],
+)  # fmt: skip
+@dataclasses.dataclass(frozen=True)
+class State:
+    """All that lives between steps. Donated: a step updates it in place.
+
+    Attributes:
+      target_cache, draft_cache: rows of committed tokens; the draft's is None without a draft.
+      seed: what the draft's last row offers to the next tree; None without a draft.
+      root: [B] the last sampled token.
+      length: [B] committed tokens.
+      status: [B] see `Status`.
+      sampling: of each sequence.
+      limit: [B] tokens that a sequence may emit.
+      tokens: [B,S] emitted tokens, `num_tokens` [B] of them.
+      accepted: [B,S] int8, drafted tokens accepted in each verify step, `num_steps` [B] of them.
+    """
+
+    target_cache: Latents
+    draft_cache: KeyValues | None
+    seed: DraftSeed | None
+    root: Any
+    length: Any
+    status: Any
+    sampling: Sampling
+    limit: Any
+    tokens: Any
+    num_tokens: Any
+    accepted: Any
+    num_steps: Any
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["is_admitted", "prompt", "prompt_len", "limit", "sampling"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Admission:
+    """New sequences for some places of the batch; the others go on untouched.
+
+    Attributes:
+      is_admitted: [B] the places to fill.
+      prompt: [B,S] prompt ids, `prompt_len` [B] of them, at least one and at most S - 1.
+      limit: [B] tokens to emit at most, at least one. With the prompt it must fit S.
+      sampling: of the new sequences.
+    """
+
+    is_admitted: Any
+    prompt: Any
+    prompt_len: Any
+    limit: Any
+    sampling: Sampling
+
+
+def empty_state(target: Target, draft: Draft | None, batch: int, slots: int) -> State:
+    """The state of a batch whose places are all idle, for sequences of at most `slots` tokens."""
+
+    def zeros(*shape: int, dtype: Any = jnp.int32) -> jax.Array:
+        return jnp.zeros((batch, *shape), dtype)
+
+    seed = None
+    if draft is not None:
+        width, kept = draft.config.hidden_size, draft.config.num_kept_candidates
+        seed = DraftSeed(
+            zeros(width, dtype=draft.numerics.jnp_dtype),
+            zeros(kept, dtype=jnp.float32),
+            zeros(kept),
+        )
+    return State(
+        target_cache=target.empty_cache(batch, slots),
+        draft_cache=None if draft is None else draft.empty_cache(batch, slots),
+        seed=seed,
+        root=zeros(),
+        length=zeros(),
+        status=zeros(),
+        sampling=Sampling(
+            zeros(dtype=jnp.uint32),
+            zeros(dtype=jnp.float32),
+            zeros(),
+            jnp.ones((batch,), jnp.float32),
+        ),
+        limit=zeros(),
+        tokens=zeros(slots),
+        num_tokens=zeros(),
+        accepted=zeros(slots, dtype=jnp.int8),
+        num_steps=zeros(),
+    )
+
+
+def prefill(
+    target: Target, draft: Draft | None, state: State, new: Admission, settings: Settings
+) -> State:
+    """The state with new sequences admitted, each with its first token sampled.
+
+    A loop over chunks of fixed size, so that one compilation serves every prompt length; it ends
+    with the longest prompt. At a chunk's end the draft's shifted token is the next *prompt* token;
+    only after the last one is it the sampled one.
+    """
+    prompt_BS, chunk = new.prompt, settings.chunk
+    batch = prompt_BS.shape[0]
+    # A chunk may reach past the buffer, and the draft reads one token further.
+    prompt_BS = jnp.pad(prompt_BS, ((0, 0), (0, chunk + 1)))
+    last_B = new.prompt_len - 1
+    borrowed = _borrowed(target)
+
+    def body(carry):
+        start, state = carry
+        pos_BT = jnp.broadcast_to(start + jnp.arange(chunk), (batch, chunk))
+        is_real_BT = new.is_admitted[:, None] & (pos_BT <= last_B[:, None])
+        at = Pass(pos_BT, jnp.where(new.is_admitted, start, 0), None, is_real_BT)
+        count_B = is_real_BT.sum(1)
+        first_B = jnp.full((batch,), start)
+        rows_BT = jnp.broadcast_to(jnp.arange(chunk), (batch, chunk))
+        is_last_BT = is_real_BT & (pos_BT == last_B[:, None])
+        has_last_B = is_last_BT.any(1)
+        last_row_B = jnp.argmax(is_last_BT, axis=1)[:, None, None]
+
+        ids_BT = lax.dynamic_slice_in_dim(prompt_BS, start, chunk, axis=1)
+        seen = target(
+            TargetIds(ids_BT, target.config.vocab_size), at, state.target_cache, settings.capture
+        )
+        logits_BTV = target.logits(jnp.take_along_axis(seen.hidden, last_row_B, axis=1))
+        token_B = choose(
+            logits_BTV, jnp.zeros((batch, 1), jnp.int32), last_B, new.sampling, levels=0
+        )[:, 0]
+        root_B = jnp.where(has_last_B, token_B, state.root)
+        is_bad_B = has_last_B & jnp.isnan(logits_BTV).any((1, 2))
+        state = dataclasses.replace(
+            state,
+            target_cache=commit(state.target_cache, seen.rows, rows_BT, first_B, count_B),
+            root=root_B,
+            status=jnp.where(is_bad_B, Status.NOT_A_NUMBER, state.status),
+        )
+        if draft is not None:
+            next_BT = lax.dynamic_slice_in_dim(prompt_BS, start + 1, chunk, axis=1)
+            shifted = TargetIds(
+                jnp.where(is_last_BT, root_B[:, None], next_BT), target.config.vocab_size
+            )
+            drafted = draft.fuse(seen.features, shifted, at, state.draft_cache, borrowed)
+            recurrent_B1D = jnp.take_along_axis(drafted.recurrent, last_row_B, axis=1)
+            seed = seed_from(draft, recurrent_B1D[:, 0], borrowed)
+            state = dataclasses.replace(
+                state,
+                draft_cache=commit(state.draft_cache, drafted.rows, rows_BT, first_B, count_B),
+                seed=_where(has_last_B, seed, state.seed),
+            )
+        return start + chunk, state
+
+    longest = jnp.where(new.is_admitted, new.prompt_len, 0).max()
+    state = dataclasses.replace(
+        state, status=jnp.where(new.is_admitted, Status.RUNNING, state.status)
+    )
+    _, state = lax.while_loop(
+        lambda carry: carry[0] < longest, body, (jnp.zeros((), jnp.int32), state)
+    )
+    state = dataclasses.replace(
+        state,
+        length=jnp.where(new.is_admitted, new.prompt_len, state.length),
+        limit=jnp.where(new.is_admitted, new.limit, state.limit),
+        sampling=_where(new.is_admitted, new.sampling, state.sampling),
+        num_tokens=jnp.where(new.is_admitted, 0, state.num_tokens),
+        num_steps=jnp.where(new.is_admitted, 0, state.num_steps),
+    )
+    is_new_B = new.is_admitted & (state.status == Status.RUNNING)
+    return _emit(state, state.root[:, None], is_new_B.astype(jnp.int32), settings)[0]
+
+
+def decode(
+    target: Target,
+    draft: Draft | None,
+    state: State,
+    max_steps: Int[Array, ""],
+    settings: Settings,
+) -> State:
+    """The state after at most `max_steps` steps, fewer when no sequence is running any more."""
+
+    def goes_on(carry):
+        done, state = carry
+        return (done < max_steps) & (state.status == Status.RUNNING).any()
+
+    def body(carry):
+        done, state = carry
+        return done + 1, step(target, draft, state, settings)
+
+    return lax.while_loop(goes_on, body, (jnp.zeros((), jnp.int32), state))[1]
+
+
+def step(target: Target, draft: Draft | None, state: State, settings: Settings) -> State:
+    """The state after one speculative step of every running sequence."""
+    vocab_size, borrowed = target.config.vocab_size, _borrowed(target)
+    is_running_B = state.status == Status.RUNNING
+    with jax.named_scope("propose"):
+        if draft is None or settings.tree is None:
+            tree = only_root(state.root)
+        else:
+            tree = propose(
+                draft,
+                state.seed,
+                state.root,
+                state.length,
+                state.draft_cache,
+                borrowed,
+                settings.tree,
+            )
+    with jax.named_scope("verify"):
+        at = Pass(
+            state.length[:, None] + tree.depth,
+            state.length,
+            tree.ancestors,
+            jnp.broadcast_to(is_running_B[:, None], tree.tokens.shape),
+        )
+        seen = target(TargetIds(tree.tokens, vocab_size), at, state.target_cache, settings.capture)
+        logits_BJV = target.logits(seen.hidden)
+    with jax.named_scope("accept"):
+        chosen_BJ = choose(logits_BJV, tree.depth, state.length, state.sampling, levels=tree.levels)
+        accepted = accept(tree, chosen_BJ)
+        # A path through a NaN is no path: the sequence ends before it, and the caller is told.
+        is_bad_B = is_running_B & jnp.isnan(logits_BJV).any((1, 2))
+        state = dataclasses.replace(
+            state, status=jnp.where(is_bad_B, Status.NOT_A_NUMBER, state.status)
+        )
+        offered_B = jnp.where(is_running_B & ~is_bad_B, accepted.count + 1, 0)
+        length_B = state.length
+        state, count_B = _emit(state, accepted.tokens, offered_B, settings)
+        state = _count_step(state, count_B, accepted.count)
+    with jax.named_scope("commit"):
+        # The root and the accepted nodes get their rows; the bonus token is the next root.
+        bonus_B1 = jnp.maximum(count_B - 1, 0)[:, None]
+        state = dataclasses.replace(
+            state,
+            target_cache=commit(state.target_cache, seen.rows, accepted.path, length_B, count_B),
+            root=jnp.where(
+                count_B > 0,
+                jnp.take_along_axis(accepted.tokens, bonus_B1, axis=1)[:, 0],
+                state.root,
+            ),
+            length=length_B + count_B,
+        )
+    if draft is None:
+        return state
+    with jax.named_scope("extend"):
+        path = jnp.arange(tree.levels + 1)
+        at = Pass(length_B[:, None] + path, length_B)
+        drafted = draft.fuse(
+            seen.features.take_rows(accepted.path),
+            TargetIds(accepted.tokens, vocab_size),
+            at,
+            state.draft_cache,
+            borrowed,
+        )
+        recurrent_B1D = jnp.take_along_axis(drafted.recurrent, bonus_B1[:, :, None], axis=1)
+        rows_BP = jnp.broadcast_to(path, accepted.path.shape)
+        return dataclasses.replace(
+            state,
+            draft_cache=commit(state.draft_cache, drafted.rows, rows_BP, length_B, count_B),
+            seed=_where(count_B > 0, seed_from(draft, recurrent_B1D[:, 0], borrowed), state.seed),
+        )
+
+
+@typed
+def _emit(
+    state: State, token_BP: Int[Array, "B P"], offered_B: Int[Array, "B"], settings: Settings
+) -> tuple[State, Int[Array, "B"]]:
+    """The state with tokens emitted, and how many were: up to a stop token or the limit."""
+    place = jnp.arange(token_BP.shape[1])
+    is_offered_BP = place < offered_B[:, None]
+    is_stop_BP = jnp.isin(token_BP, jnp.asarray(settings.stop_ids, jnp.int32)) & is_offered_BP
+    until_stop_B = jnp.where(is_stop_BP.any(1), jnp.argmax(is_stop_BP, axis=1) + 1, offered_B)
+    count_B = jnp.minimum(until_stop_B, state.limit - state.num_tokens)
+    count_B = jnp.where(offered_B > 0, count_B, 0)
+    num_tokens_B = state.num_tokens + count_B
+    has_stopped_B = is_stop_BP.any(1) & (count_B == until_stop_B)
+    is_full_B = (offered_B > 0) & (num_tokens_B == state.limit)
+    status_B = jnp.where(is_full_B, Status.LENGTH, state.status)
+    status_B = jnp.where(has_stopped_B, Status.EOS, status_B)
+    num_slots = state.tokens.shape[1]
+    slot_BP = jnp.where(
+        place < count_B[:, None], state.num_tokens[:, None] + place, num_slots + place
+    )
+    batch = jnp.arange(token_BP.shape[0])[:, None]
+    tokens_BS = state.tokens.at[batch, slot_BP].set(token_BP, mode="drop", unique_indices=True)
+    state = dataclasses.replace(state, tokens=tokens_BS, num_tokens=num_tokens_B, status=status_B)
+    return state, count_B
+
+
+def _count_step(state: State, count_B: jax.Array, accepted_B: jax.Array) -> State:
+    """The state with this step's accepted drafted tokens noted, those cut off not counted."""
+    counted_B = jnp.minimum(count_B, accepted_B).astype(jnp.int8)
+    batch, slot_B = (
+        jnp.arange(count_B.shape[0]),
+        jnp.where(count_B > 0, state.num_steps, state.accepted.shape[1]),
+    )
+    return dataclasses.replace(
+        state,
+        accepted=state.accepted.at[batch, slot_B].set(counted_B, mode="drop"),
+        num_steps=state.num_steps + (count_B > 0),
+    )
+
+
+def _borrowed(target: Target) -> Borrowed:
+    return Borrowed(target.embed[...], target.head[...])
+
+
+def _where(is_new_B: Bool[Array, "B"], new: Any, old: Any) -> Any:
+    """Per sequence, the leaves of `new` or of `old`."""
+
+    def pick(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.where(is_new_B.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
+
+    return jax.tree.map(pick, new, old)
