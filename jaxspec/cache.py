@@ -59,7 +59,7 @@ def commit[Cache: (Latents, KeyValues)](
     def scatter(slots_LBS: jax.Array, rows_LBT: jax.Array) -> jax.Array:
         num_slots, tail = slots_LBS.shape[2], (1,) * (rows_LBT.ndim - 3)
         picked = jnp.take_along_axis(rows_LBT, row_BP.reshape(1, *row_BP.shape, *tail), axis=2)
-        step = jnp.arange(row_BP.shape[1])
+        step = jnp.arange(row_BP.shape[1])[None]
         # A dropped row gets a slot of its own past the end, so that no two rows share one.
         slot_BP = jnp.where(step < count_B[:, None], start_B[:, None] + step, num_slots + step)
         batch = jnp.arange(row_BP.shape[0])[:, None]

@@ -31,7 +31,7 @@ class RMSNorm(nnx.Module):
         """The normalised states, in x's dtype."""
         x_f32 = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True) + self.eps)
-        weight = self.weight[...].astype(jnp.float32)
+        weight = self.weight[...].astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
         return (x_f32 * scale * weight).astype(x.dtype)
 
 
@@ -83,7 +83,7 @@ def rotary_angles(
     where the two are equal, as they are for Kimi.
     """
     frequency = jnp.asarray(inverse_frequencies(config), jnp.float32)
-    angle_BTR = pos_BT.astype(jnp.float32)[:, :, None] * frequency
+    angle_BTR = pos_BT.astype(jnp.float32)[:, :, None] * frequency[None, None]
     magnitude = 1.0
     if (yarn := config.yarn) is not None:
         magnitude = yarn.magnitude(yarn.mscale) / yarn.magnitude(yarn.mscale_all_dim)

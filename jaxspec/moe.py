@@ -45,7 +45,7 @@ class Router(nnx.Module):
         """The choice for every token: the bias decides who is chosen, never with what weight."""
         c = self.config
         score_BTE = jax.nn.sigmoid(x_BTD.astype(jnp.float32) @ self.weight[...])
-        choice_BTE = self._within_best_groups(score_BTE + self.bias[...])
+        choice_BTE = self._within_best_groups(score_BTE + self.bias[...][None, None])
         # One more than is chosen, for the margin; a router that takes all experts has none.
         runners_up = min(1, c.n_routed_experts - c.num_experts_per_tok)
         best, expert = jax.lax.top_k(choice_BTE, c.num_experts_per_tok + runners_up)

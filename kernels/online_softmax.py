@@ -80,7 +80,7 @@ def over_prefix(
         # The last block may reach past the capacity: it is moved back, and the slots that an
         # earlier block has already served are left out.
         first = jnp.minimum(j * block, slots - block)
-        slot = first + jnp.arange(block)
+        slot = first + jnp.arange(block)[None]
         is_seen = (slot >= j * block) & (slot < kv_len_B[:, None])
         return merge(seen, part_of_block(first, is_seen))
 
