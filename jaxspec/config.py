@@ -11,6 +11,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from jaxspec.contracts import Boundaries
+from jaxspec.errors import InputError
 
 __all__ = ["DraftConfig", "Numerics", "RotaryConfig", "TargetConfig", "TreeConfig", "Yarn"]
 
@@ -167,11 +168,11 @@ class TreeConfig:
         """The tree written as `3x4x16`.
 
         Raises:
-          ValueError: it is written otherwise, or no such tree exists.
+          InputError: it is written otherwise, or no such tree exists.
         """
         parts = text.lower().split("x")
         if len(parts) != 3 or not all(part.isdigit() for part in parts):
-            raise ValueError(f"tree {text!r}: expected LEVELSxBRANCHESxNODES, as in 3x4x16")
+            raise InputError(f"tree {text!r}: expected LEVELSxBRANCHESxNODES, as in 3x4x16")
         tree = cls(*map(int, parts))
         tree.check()
         return tree
@@ -182,16 +183,16 @@ class TreeConfig:
         return self.branches + (self.levels - 1) * self.branches**2
 
     def check(self) -> None:
-        """Raises ValueError where no such tree can be grown."""
+        """Raises InputError where no such tree can be grown."""
         if min(self.levels, self.branches) < 1 or self.nodes < 2:
-            raise ValueError(f"tree {self}: levels and branches start at 1, nodes at 2")
+            raise InputError(f"tree {self}: levels and branches start at 1, nodes at 2")
         if self.branches > NUM_KEPT_CANDIDATES:
-            raise ValueError(
+            raise InputError(
                 f"tree {self}: {self.branches} branches, but only the draft's best "
                 f"{NUM_KEPT_CANDIDATES} candidates are kept between steps"
             )
         if self.nodes - 1 > self.num_candidates:
-            raise ValueError(
+            raise InputError(
                 f"tree {self}: {self.nodes - 1} nodes below the root, but {self.levels} levels of "
                 f"{self.branches} branches offer only {self.num_candidates}"
             )

@@ -17,6 +17,7 @@ from flax import nnx
 from jaxspec.config import TreeConfig
 from jaxspec.contracts import Boundaries
 from jaxspec.draft import Draft
+from jaxspec.errors import InputError
 from jaxspec.sampling import Sampling
 from jaxspec.step import Admission, Settings, State, Status, decode, empty_state, prefill
 from jaxspec.target import Target
@@ -123,22 +124,22 @@ class Generator:
 
         Raises:
           ContractError: draft and target do not belong together.
-          ValueError: a config that cannot run.
+          InputError: a config that cannot run.
         """
         if (draft is None) != (config.tree is None):
-            raise ValueError("a draft wants a tree and a tree a draft: one of the two is missing")
+            raise InputError("a draft wants a tree and a tree a draft: one of the two is missing")
         if config.tree is not None:
             config.tree.check()
             if config.tree.branches > draft.config.draft_vocab_size:
-                raise ValueError(
+                raise InputError(
                     f"tree {config.tree}: {config.tree.branches} branches over a draft vocabulary "
                     f"of {draft.config.draft_vocab_size}"
                 )
         for name in ("max_new_tokens", "batch_size", "prefill_chunk", "steps_per_call"):
             if getattr(config, name) < 1:
-                raise ValueError(f"{name} is {getattr(config, name)}; it starts at 1")
+                raise InputError(f"{name} is {getattr(config, name)}; it starts at 1")
         if config.context_length < 2:
-            raise ValueError(f"context_length is {config.context_length}; it starts at 2")
+            raise InputError(f"context_length is {config.context_length}; it starts at 2")
         if capture is None and draft is not None:
             capture = target.boundaries(
                 draft.config.boundaries.ids, "target capture, as the draft's claim asks"
@@ -172,6 +173,7 @@ class Generator:
         requests: Sequence[Request],
         should_stop: Callable[[int, Sequence[int]], int | None] | None = None,
         on_tokens: Callable[[int, Sequence[int]], None] | None = None,
+        on_finish: Callable[[int, Completion], None] | None = None,
     ) -> Run:
         """The completions of the requests, as many at a time as there are places.
 
@@ -180,9 +182,10 @@ class Generator:
             to keep ends the request there, with finish "stop".
           on_tokens: called with a request's index and all its tokens so far, whenever there are
             more; tokens that `should_stop` cuts off are never shown.
+          on_finish: called with a request's index and its completion, as soon as it is there.
 
         Raises:
-          ValueError: a request that cannot be served; nothing is generated.
+          InputError: a request that cannot be served; nothing is generated.
           FloatingPointError: the target's logits were NaN.
         """
         for index, request in enumerate(requests):
@@ -201,36 +204,36 @@ class Generator:
                 prefill_ms += took_ms
                 for b in admitted:
                     places[b].prefill_ms = took_ms
-                self._collect(places, completions, should_stop, on_tokens)
+                self._collect(places, completions, should_stop, on_tokens, on_finish)
                 if not any(places):
                     continue
             took_ms = self._timed(self._decode, np.int32(self.config.steps_per_call))
             decode_ms += took_ms
             for place in filter(None, places):
                 place.decode_ms += took_ms
-            self._collect(places, completions, should_stop, on_tokens)
+            self._collect(places, completions, should_stop, on_tokens, on_finish)
         return Run(tuple(completions), prefill_ms, decode_ms)
 
     def _check(self, index: int, request: Request) -> None:
         who, ids = f"request {index}", request.prompt_ids
         if not ids:
-            raise ValueError(f"{who}: the prompt is empty")
+            raise InputError(f"{who}: the prompt is empty")
         if min(ids) < 0 or max(ids) >= self._vocab_size:
             bad = next(i for i in ids if not 0 <= i < self._vocab_size)
-            raise ValueError(f"{who}: token id {bad} is not in a vocabulary of {self._vocab_size}")
+            raise InputError(f"{who}: token id {bad} is not in a vocabulary of {self._vocab_size}")
         if len(ids) >= self.config.context_length:
-            raise ValueError(
+            raise InputError(
                 f"{who}: a prompt of {len(ids)} tokens leaves no room for a new one in a context "
                 f"of {self.config.context_length}; raise context_length (--context-length)"
             )
         if not 0 <= request.temperature < float("inf"):
-            raise ValueError(f"{who}: temperature is {request.temperature}; it must be 0 or more")
+            raise InputError(f"{who}: temperature is {request.temperature}; it must be 0 or more")
         if not 0 < request.top_p <= 1:
-            raise ValueError(f"{who}: top_p is {request.top_p}; it lies above 0 and up to 1")
+            raise InputError(f"{who}: top_p is {request.top_p}; it lies above 0 and up to 1")
         if request.top_k < 0:
-            raise ValueError(f"{who}: top_k is {request.top_k}; 0 is off, else it is positive")
+            raise InputError(f"{who}: top_k is {request.top_k}; 0 is off, else it is positive")
         if request.max_new_tokens is not None and request.max_new_tokens < 1:
-            raise ValueError(f"{who}: max_new_tokens is {request.max_new_tokens}; it starts at 1")
+            raise InputError(f"{who}: max_new_tokens is {request.max_new_tokens}; it starts at 1")
 
     def _limit(self, request: Request) -> int:
         wanted = request.max_new_tokens or self.config.max_new_tokens
@@ -263,7 +266,7 @@ class Generator:
         self._state = jax.block_until_ready(program(self._params, self._state, argument))
         return 1e3 * (time.perf_counter() - started)
 
-    def _collect(self, places, completions, should_stop, on_tokens) -> None:
+    def _collect(self, places, completions, should_stop, on_tokens, on_finish) -> None:
         """Reports new tokens, and turns places that ended into completions."""
         state = self._state
         status, tokens, num_tokens, accepted, num_steps = jax.device_get(
@@ -296,10 +299,11 @@ class Generator:
                 wanted = place.request.max_new_tokens or self.config.max_new_tokens
                 finish = "length" if place.limit == wanted else "capacity"
             steps = _steps_until(accepted[b, : num_steps[b]].tolist(), len(shown))
-            completions[place.index] = Completion(
-                tuple(shown), finish, steps, place.prefill_ms, place.decode_ms
-            )
+            completion = Completion(tuple(shown), finish, steps, place.prefill_ms, place.decode_ms)
+            completions[place.index] = completion
             places[b] = None
+            if on_finish:
+                on_finish(place.index, completion)
         if stopped:
             idle = state.status.at[np.asarray(stopped)].set(Status.IDLE)
             self._state = dataclasses.replace(state, status=idle)
