@@ -37,10 +37,14 @@ class Latents:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["key", "value"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class KeyValues:
-    """What a Llama-type draft keeps of a token: rotated keys and values, [L,B,S,N,H] each."""
+    """What a Llama-type draft keeps of a token: rotated keys, and values.
 
-    key: Float[Array, "L B S N H"]
-    value: Float[Array, "L B S N H"]
+    Attributes:
+      key, value: [L,N,B,S,H], heads before slots as the products read them (rows: [L,N,B,T,H]).
+    """
+
+    key: Float[Array, "L N B S H"]
+    value: Float[Array, "L N B S H"]
 
 
 @typed
@@ -56,13 +60,16 @@ def commit[Cache: (Latents, KeyValues)](
     Writes past the capacity are dropped, never clamped onto the last slot.
     """
 
-    def scatter(slots_LBS: jax.Array, rows_LBT: jax.Array) -> jax.Array:
-        num_slots, tail = slots_LBS.shape[2], (1,) * (rows_LBT.ndim - 3)
-        picked = jnp.take_along_axis(rows_LBT, row_BP.reshape(1, *row_BP.shape, *tail), axis=2)
-        step = jnp.arange(row_BP.shape[1])[None]
+    step = jnp.arange(row_BP.shape[1])[None]
+    batch = jnp.arange(row_BP.shape[0])[:, None]
+
+    # In every cache the last three axes are sequence, slot and width.
+    def scatter(slots: jax.Array, rows: jax.Array) -> jax.Array:
+        index_BP1 = row_BP.reshape(*(1,) * (rows.ndim - 3), *row_BP.shape, 1)
+        picked = jnp.take_along_axis(rows, index_BP1, axis=-2)
         # A dropped row gets a slot of its own past the end, so that no two rows share one.
+        num_slots = slots.shape[-2]
         slot_BP = jnp.where(step < count_B[:, None], start_B[:, None] + step, num_slots + step)
-        batch = jnp.arange(row_BP.shape[0])[:, None]
-        return slots_LBS.at[:, batch, slot_BP].set(picked, mode="drop", unique_indices=True)
+        return slots.at[..., batch, slot_BP, :].set(picked, mode="drop", unique_indices=True)
 
     return jax.tree.map(scatter, cache, rows)

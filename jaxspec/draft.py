@@ -37,7 +37,7 @@ class DraftPass:
 
     Attributes:
       recurrent: the pre-norm output, which `recur` takes at the next level.
-      rows: this call's rows for the draft's cache, [1,B,T,N,H].
+      rows: this call's rows for the draft's cache, [1,N,B,T,H].
     """
 
     recurrent: Float[Array, "B T D"]
@@ -63,7 +63,7 @@ class DraftAttention(nnx.Module):
 
         Args:
           cache: committed rows, read-only.
-          earlier: scratch rows of earlier calls of this step, [1,B,T',N,H]; `at.sees` then
+          earlier: scratch rows of earlier calls of this step, [1,N,B,T',H]; `at.sees` then
             covers them first and this call's rows after them.
         """
         angles = rotary_angles(self.config.rotary, at.pos)
@@ -73,10 +73,13 @@ class DraftAttention(nnx.Module):
             return jnp.einsum("bta,anh->btnh", x_BTA, kernel[...])
 
         q_BTNH = rotate(project(self.query), angles, kind)
-        rows = KeyValues(rotate(project(self.key), angles, kind)[None], project(self.value)[None])
+        rows = jax.tree.map(
+            lambda x_BTNH: jnp.moveaxis(x_BTNH, 2, 0)[None],
+            KeyValues(rotate(project(self.key), angles, kind), project(self.value)),
+        )
         seen = rows
         if earlier is not None:
-            seen = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=2), earlier, rows)
+            seen = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=-2), earlier, rows)
         mixed_BTNH = gqa_attention(
             q_BTNH, cache.key, cache.value, 0, at.kv_len, seen.key[0], seen.value[0], at.sees
         )
@@ -108,7 +111,7 @@ class Draft(nnx.Module):
     def empty_cache(self, batch: int, slots: int) -> KeyValues:
         """A cache with room for `slots` tokens of each sequence; its contents mean nothing yet."""
         c, dtype = self.config, self.numerics.jnp_dtype
-        shape = (1, batch, slots, c.num_key_value_heads, c.head_dim)
+        shape = (1, c.num_key_value_heads, batch, slots, c.head_dim)
         return KeyValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def fuse(

@@ -87,7 +87,8 @@ def propose(
     first = seed.log_probs[:, :k], seed.tokens[:, :k]
     root_parent_BW = jnp.full((batch, k), -1, jnp.int32)
     scratch = jax.tree.map(
-        lambda slots: jnp.zeros((1, batch, num_scratch, *slots.shape[3:]), slots.dtype), cache
+        lambda slots: jnp.zeros((*slots.shape[:-2], num_scratch, slots.shape[-1]), slots.dtype),
+        cache,
     )
     beams = (
         *first,
@@ -113,7 +114,7 @@ def propose(
             target,
         )
         scratch = jax.tree.map(
-            lambda all_rows, rows: lax.dynamic_update_slice_in_dim(all_rows, rows, row, axis=2),
+            lambda all_rows, rows: lax.dynamic_update_slice_in_dim(all_rows, rows, row, axis=-2),
             scratch,
             out.rows,
         )

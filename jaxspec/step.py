@@ -361,7 +361,7 @@ def _count_step(state: State, count_B: jax.Array, accepted_B: jax.Array) -> Stat
     return dataclasses.replace(
         state,
         accepted=state.accepted.at[batch, slot_B].set(counted_B, mode="drop"),
-        num_steps=state.num_steps + (count_B > 0),
+        num_steps=state.num_steps + (count_B > 0).astype(jnp.int32),
     )
 
 

@@ -13,22 +13,23 @@ BLOCK = 256
 
 def gqa_attention(
     q_BTNH: jax.Array,
-    key_LBSNH: jax.Array,
-    value_LBSNH: jax.Array,
+    key_LNBSH: jax.Array,
+    value_LNBSH: jax.Array,
     layer: jax.Array | int,
     kv_len_B: jax.Array,
-    new_key_BTNH: jax.Array,
-    new_value_BTNH: jax.Array,
+    new_key_NBTH: jax.Array,
+    new_value_NBTH: jax.Array,
     sees_BTT: jax.Array | None,
 ) -> jax.Array:
     """Attention outputs [B,T,N,H] in the queries' dtype; softmax in f32, scale 1 / sqrt(H).
 
     Args:
-      key_LBSNH, value_LBSNH: the whole cache, of all layers and of fewer heads than the queries
+      key_LNBSH, value_LNBSH: the whole cache, of all layers and of fewer heads than the queries
         (query head n reads head n // group); only `layer` is read. Slots at or past `kv_len_B`
-        may hold anything, NaN included.
+        may hold anything, NaN included. Heads lead, because that is how the products read them:
+        with slots before heads XLA keeps a transposed copy of the whole cache beside it.
       kv_len_B: filled slots of each sequence, all of which every query sees.
-      new_key_BTNH, new_value_BTNH: further rows, which are not in the cache yet; they may be more
+      new_key_NBTH, new_value_NBTH: further rows, which are not in the cache yet; they may be more
         than the queries.
       sees_BTT: [B, queries, rows], which of those rows each query sees; None means causal.
 
@@ -36,41 +37,41 @@ def gqa_attention(
       ValueError: the query heads are not a multiple of the key heads.
     """
     batch, tokens, heads, width = q_BTNH.shape
-    slots, kv_heads = key_LBSNH.shape[2:4]
+    kv_heads, slots = key_LNBSH.shape[1], key_LNBSH.shape[3]
     if heads % kv_heads:
         raise ValueError(f"gqa_attention: {heads} query heads over {kv_heads} key heads")
-    dtype, scale = q_BTNH.dtype, width**-0.5
-    q_BTNGH = q_BTNH.reshape(batch, tokens, kv_heads, heads // kv_heads, width)
+    dtype, scale, group = q_BTNH.dtype, width**-0.5, heads // kv_heads
+    q_NBTGH = jnp.moveaxis(q_BTNH.reshape(batch, tokens, kv_heads, group, width), 2, 0)
 
-    def part(key_BSNH: jax.Array, value_BSNH: jax.Array, is_seen: jax.Array) -> Part:
-        scores_BTNGS = jnp.einsum(
-            "btngh,bsnh->btngs", q_BTNGH, key_BSNH, preferred_element_type=jnp.float32
+    def part(key_NBSH: jax.Array, value_NBSH: jax.Array, is_seen_BTS: jax.Array) -> Part:
+        scores_NBTGS = jnp.einsum(
+            "nbtgh,nbsh->nbtgs", q_NBTGH, key_NBSH, preferred_element_type=jnp.float32
         )
 
-        def weigh(weights_BTNGS: jax.Array) -> jax.Array:
+        def weigh(weights_NBTGS: jax.Array) -> jax.Array:
             return jnp.einsum(
-                "btngs,bsnh->btngh",
-                weights_BTNGS.astype(dtype),
-                value_BSNH,
+                "nbtgs,nbsh->nbtgh",
+                weights_NBTGS.astype(dtype),
+                value_NBSH,
                 preferred_element_type=jnp.float32,
             )
 
-        return attend(scores_BTNGS * scale, is_seen[:, :, None, None], weigh)
+        return attend(scores_NBTGS * scale, is_seen_BTS[None, :, :, None], weigh)
 
     def part_of_block(first: jax.Array, is_seen_BS: jax.Array) -> Part:
-        block = (1, batch, is_seen_BS.shape[1], kv_heads, width)
+        block = (1, kv_heads, batch, is_seen_BS.shape[1], width)
 
         def read(cache: jax.Array) -> jax.Array:
-            return lax.dynamic_slice(cache, (layer, 0, first, 0, 0), block)[0]
+            return lax.dynamic_slice(cache, (layer, 0, 0, first, 0), block)[0]
 
         # An unfilled slot may hold NaN, and 0 * NaN is NaN: the values are masked as well.
-        value_BSNH = jnp.where(is_seen_BS[:, :, None, None], read(value_LBSNH), 0)
-        return part(read(key_LBSNH), value_BSNH, is_seen_BS[:, None])
+        value_NBSH = jnp.where(is_seen_BS[None, :, :, None], read(value_LNBSH), 0)
+        return part(read(key_LNBSH), value_NBSH, is_seen_BS[:, None])
 
-    rows = (batch, tokens, kv_heads, heads // kv_heads)
+    rows = (kv_heads, batch, tokens, group)
     empty = Part(jnp.zeros((*rows, width), jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32))
     prefix = over_prefix(part_of_block, kv_len_B, slots=slots, block=BLOCK, empty=empty)
     if sees_BTT is None:
         sees_BTT = jnp.tri(tokens, dtype=bool)[None]
-    whole = merge(prefix, part(new_key_BTNH, new_value_BTNH, sees_BTT))
-    return whole.out.reshape(q_BTNH.shape).astype(dtype)
+    whole = merge(prefix, part(new_key_NBTH, new_value_NBTH, sees_BTT))
+    return jnp.moveaxis(whole.out, 0, 2).reshape(q_BTNH.shape).astype(dtype)
