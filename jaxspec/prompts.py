@@ -11,12 +11,12 @@ from jaxspec.chat import Message
 from jaxspec.errors import InputError
 from jaxspec.tokenizer import Tokenizer
 
-__all__ = ["Prompt", "encode_prompts", "read_prompts", "read_tokens"]
+__all__ = ["Prompt", "check_prompts", "encode_prompts", "read_prompts", "read_tokens"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """What is to be continued: exactly one of text, messages and ids.
+    """What is to be continued: text or messages, whose ids `encode_prompts` fills in, or ids.
 
     Attributes:
       id: unique in its file; the run file resumes by it.
@@ -92,44 +92,54 @@ def read_tokens(path: Path) -> list[Prompt]:
 
 
 def encode_prompts(
-    prompts: Sequence[Prompt], tokenizer: Tokenizer | None, use_chat: bool, vocab_size: int
-) -> list[tuple[int, ...]]:
-    """The ids of every prompt.
+    prompts: Sequence[Prompt], tokenizer: Tokenizer | None, use_chat: bool = False
+) -> list[Prompt]:
+    """The prompts with their ids.
 
     Args:
       use_chat: text becomes a user's message in the chat template. Messages always go through it.
-      vocab_size: ids lie below it.
 
     Raises:
-      InputError: names the prompt: an empty one, ids of no token, no tokenizer or no template.
+      InputError: names the prompt: an empty one, no tokenizer, or no template.
     """
-    return [_encode(prompt, tokenizer, use_chat, vocab_size) for prompt in prompts]
+    return [
+        dataclasses.replace(prompt, ids=_ids_of(prompt, tokenizer, use_chat)) for prompt in prompts
+    ]
 
 
-def _encode(
-    prompt: Prompt, tokenizer: Tokenizer | None, use_chat: bool, vocab_size: int
-) -> tuple[int, ...]:
+def check_prompts(prompts: Sequence[Prompt], vocab_size: int, context_length: int) -> None:
+    """Raises InputError, naming the prompt, for ids of no token or a prompt beyond capacity."""
+    for prompt in prompts:
+        assert prompt.ids is not None
+        wrong = [i for i in prompt.ids if not 0 <= i < vocab_size]
+        if wrong:
+            raise InputError(
+                f"{prompt.where}: token id {wrong[0]}, but the target's vocabulary has ids 0 to "
+                f"{vocab_size - 1}"
+            )
+        if len(prompt.ids) >= context_length:
+            raise InputError(
+                f"{prompt.where}: {len(prompt.ids)} tokens leave no room for a new one in a "
+                f"context of {context_length}; raise --context-length"
+            )
+
+
+def _ids_of(prompt: Prompt, tokenizer: Tokenizer | None, use_chat: bool) -> tuple[int, ...]:
     if prompt.ids is not None:
-        ids = prompt.ids
-    elif tokenizer is None:
+        return prompt.ids
+    if prompt.text is not None:
+        _non_empty(prompt.text, prompt.where)
+    if tokenizer is None:
         raise InputError(
             f"{prompt.where}: the target's directory has no tiktoken.model, so text cannot become "
             "ids; give ids with --tokens"
         )
-    elif prompt.messages is not None:
-        ids = tuple(tokenizer.encode_chat(list(prompt.messages)))
-    elif use_chat:
-        ids = tuple(tokenizer.encode_chat([{"role": "user", "content": prompt.text}]))
-    else:
-        assert prompt.text is not None
-        ids = tuple(tokenizer.encode(_non_empty(prompt.text, prompt.where)))
-    wrong = [i for i in ids if not 0 <= i < vocab_size]
-    if wrong:
-        raise InputError(
-            f"{prompt.where}: token id {wrong[0]}, but the target's vocabulary has ids 0 to "
-            f"{vocab_size - 1}"
-        )
-    return ids
+    if prompt.messages is not None:
+        return tuple(tokenizer.encode_chat(list(prompt.messages)))
+    assert prompt.text is not None
+    if use_chat:
+        return tuple(tokenizer.encode_chat([{"role": "user", "content": prompt.text}]))
+    return tuple(tokenizer.encode(prompt.text))
 
 
 def _from_json(line: str, default_id: str, where: str) -> Prompt:

@@ -5,7 +5,7 @@ import pytest
 from tiny_tokenizer import write_tokenizer
 
 from jaxspec.errors import InputError
-from jaxspec.prompts import Prompt, encode_prompts, read_prompts, read_tokens
+from jaxspec.prompts import Prompt, check_prompts, encode_prompts, read_prompts, read_tokens
 from jaxspec.tokenizer import load_tokenizer
 
 
@@ -107,9 +107,18 @@ def test_token_lists(tmp_path):
     path.write_text("[[1, 2], [3]]")
     prompts = read_tokens(path)
     assert [(p.id, p.ids) for p in prompts] == [("0", (1, 2)), ("1", (3,))]
-    assert encode_prompts(prompts, None, False, vocab_size=4) == [(1, 2), (3,)]
-    with pytest.raises(InputError, match=r"t\.json, entry 1: token id 3, .* ids 0 to 2"):
-        encode_prompts(prompts, None, False, vocab_size=3)
+    assert encode_prompts(prompts, None) == prompts
+
+
+def test_prompts_that_the_target_cannot_take():
+    prompts = [Prompt("0", ids=(1, 2)), Prompt("1", ids=(3, -1, 5), where="t.json, entry 1")]
+    check_prompts(prompts[:1], vocab_size=3, context_length=3)
+    with pytest.raises(InputError, match=r"t\.json, entry 1: token id -1, .* ids 0 to 8"):
+        check_prompts(prompts, vocab_size=9, context_length=9)
+    with pytest.raises(InputError, match=r"the prompt: token id 2, .* ids 0 to 1"):
+        check_prompts(prompts, vocab_size=2, context_length=9)
+    with pytest.raises(InputError, match=r"the prompt: 2 tokens .* context of 2; raise --context"):
+        check_prompts(prompts, vocab_size=9, context_length=2)
 
 
 @pytest.mark.parametrize(
@@ -137,13 +146,14 @@ def test_encoding_of_each_kind(tmp_path):
     messages = ({"role": "user", "content": "the"},)
     text, chat = Prompt("0", text="the"), Prompt("1", messages=messages)
     rendered = tuple(tokenizer.encode_chat(list(messages)))
-    assert encode_prompts([text, chat], tokenizer, False, 600) == [
-        tuple(tokenizer.encode("the")),
-        rendered,
-    ]
-    assert encode_prompts([text], tokenizer, True, 600) == [rendered]
+    plain, from_chat = encode_prompts([text, chat], tokenizer)
+    assert plain == Prompt("0", text="the", ids=tuple(tokenizer.encode("the")))
+    assert from_chat.ids == rendered
+    assert encode_prompts([text], tokenizer, use_chat=True)[0].ids == rendered
 
 
 def test_text_that_cannot_be_encoded():
     with pytest.raises(InputError, match=r"the prompt: the target's directory has no tiktoken"):
-        encode_prompts([Prompt("0", text="a")], None, False, 10)
+        encode_prompts([Prompt("0", text="a")], None)
+    with pytest.raises(InputError, match="the prompt: empty prompt"):
+        encode_prompts([Prompt("0", text=" ")], None)
