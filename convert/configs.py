@@ -1,0 +1,406 @@
+"""`config.json` of a target: Kimi-K2.5's wrapper, and the flat Kimi-K2 and DeepSeek-V3 form.
+
+Every key is used, or has to have the one value that is implemented, or is ignored for the reason
+its table gives. What no table knows is an error: silence here becomes a wrong model later.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+from jaxspec.config import RotaryConfig, TargetConfig, Yarn
+from jaxspec.convert.fields import Claim, Fields
+from jaxspec.convert.problems import Problems
+from jaxspec.convert.source import Source
+from jaxspec.kernels.expert_matmul.packing import GROUP
+
+__all__ = ["LatentNormEps", "Quantization", "TargetFacts", "read_rotary", "read_target_config"]
+
+LatentNormEps = Literal["rms_norm_eps", "transformers"]
+"""The epsilon of the two latent norms: the config's own (vLLM, SGLang) or 1e-6 (transformers)."""
+
+ARCHITECTURES = (
+    "KimiK25ForConditionalGeneration",
+    "Kimi_K25ForConditionalGeneration",
+    "KimiK2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+)
+WRAPPER = "kimi_k25"
+FLAT = ("kimi_k2", "deepseek_v3")
+
+HOUSEKEEPING = {
+    "_name_or_path": "a label",
+    "auto_map": "names remote code, which is never run",
+    "bos_token_id": "the tokenizer's",
+    "dtype": "each tensor's own element type is read",
+    "initializer_range": "training only",
+    "pad_token_id": "nothing is padded with it",
+    "torch_dtype": "each tensor's own element type is read",
+    "transformers_version": "a label",
+    "use_cache": "serving option",
+}
+"""Keys of any config that never change what the model computes."""
+
+TEXT_IGNORED = HOUSEKEEPING | {
+    "attention_dropout": "training only",
+    "aux_loss_alpha": "training only",
+    "ep_size": "a sharding of the training run",
+    "head_dim": "the rotary part of a head; qk_rope_head_dim says it",
+    "output_router_logits": "serving option",
+    "pretraining_tp": "a sharding of the training run",
+    "router_aux_loss_coef": "training only",
+    "seq_aux": "training only",
+}
+WRAPPER_IGNORED = HOUSEKEEPING | {
+    "ignore_index": "training only",
+    "image_token_id": "vision, which is not converted",
+    "media_placeholder_token_id": "vision, which is not converted",
+    "mm_projector_type": "vision, which is not converted",
+    "projection_hidden_size": "vision, which is not converted",
+    "projection_layer_norm_eps": "vision, which is not converted",
+    "use_unified_vision_chunk": "vision, which is not converted",
+    "video_placeholder": "vision, which is not converted",
+    "video_token_id": "vision, which is not converted",
+    "vision_config": "vision, which is not converted",
+    "vision_end_token_id": "vision, which is not converted",
+    "vision_start_token_id": "vision, which is not converted",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """How a checkpoint stores its matrices.
+
+    Attributes:
+      kind: "int4" for routed experts packed by compressed-tensors, "fp8" for blocks under a
+        scale each, "none" otherwise.
+      group_size: elements of a row that share an int4 scale; read, never assumed.
+      block: rows and columns that share an fp8 scale.
+    """
+
+    kind: Literal["none", "int4", "fp8"]
+    group_size: int = 0
+    block: tuple[int, int] = (0, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetFacts:
+    """What `config.json` says of a target.
+
+    Attributes:
+      num_unused_layers: multi-token-prediction layers that follow the decoder's own.
+      claims: every fact, with where it was read.
+    """
+
+    model_type: str
+    config: TargetConfig
+    quantization: Quantization
+    num_unused_layers: int
+    claims: dict[str, Claim]
+
+
+def read_target_config(
+    source: Source,
+    problems: Problems,
+    latent_norm_eps: LatentNormEps = "rms_norm_eps",
+) -> TargetFacts:
+    """What the directory's configs say.
+
+    Raises:
+      CheckpointError: a key is unknown, missing, contradicted, or has a value that is not
+        implemented; all of them together.
+    """
+    top = Fields(source.config, "config.json", problems)
+    model_type = top.take("model_type", str)
+    if model_type not in (WRAPPER, *FLAT):
+        problems.add(
+            f"config.json: model_type is {model_type!r}; supported: "
+            f"{', '.join(map(repr, (WRAPPER, *FLAT)))}"
+        )
+        problems.raise_any()
+    is_wrapper = model_type == WRAPPER
+    text = top.nested("text_config") if is_wrapper else top
+    if is_wrapper and not text.data:
+        problems.add(f"config.json: model_type {WRAPPER!r} has a text_config; there is none")
+        problems.raise_any()
+    for fields in {id(top): top, id(text): text}.values():
+        _check_architectures(fields)
+    if is_wrapper:
+        text.expect("model_type", *FLAT)
+    sizes = _take_sizes(text)
+    problems.raise_any()
+    _check_sizes(text, sizes)
+    rotary = read_rotary(text, sizes["qk_rope_head_dim"], "pairs")
+    num_unused_layers = text.take("num_nextn_predict_layers", int, 0)
+    if is_wrapper:
+        _check_wrapper(top, text)
+    quantization = _read_quantization(top, text)
+    text.ignore(TEXT_IGNORED)
+    eos = _read_eos(source, top, text)
+    for fields in {id(top): top, id(text): text}.values():
+        fields.finish()
+    problems.raise_any()
+    claims = text.claims | eos.claims
+    eps = sizes["rms_norm_eps"]
+    claims["latent_norm_eps"] = Claim(eps, "rms_norm_eps, as in vLLM and SGLang")
+    if latent_norm_eps == "transformers":
+        claims["latent_norm_eps"] = Claim(1e-6, "transformers' default, as asked for")
+    claims["rotary_kind"] = Claim(rotary.kind, f"model_type {model_type!r}")
+    claims["quantization"] = Claim(
+        dataclasses.asdict(quantization), top.place("quantization_config")
+    )
+    config = TargetConfig(
+        **sizes,
+        latent_norm_eps=claims["latent_norm_eps"].value,
+        rotary=rotary,
+        num_bits=4 if quantization.kind == "int4" else None,
+        eos_token_ids=eos.ids,
+    )
+    return TargetFacts(model_type, config, quantization, num_unused_layers, claims)
+
+
+def read_rotary(fields: Fields, width: int, kind: Literal["pairs", "halves"]) -> RotaryConfig:
+    """The rotary embedding, from `rope_theta` and `rope_scaling`, or from `rope_parameters`.
+
+    The base is required: every framework that fell back to 10000 here was wrong for Kimi once.
+    """
+    problems = fields.problems
+    scaling, parameters = fields.nested("rope_scaling"), fields.nested("rope_parameters")
+    theta = fields.take("rope_theta", float, 0.0)
+    if parameters.data:
+        of_parameters = parameters.take("rope_theta", float, theta)
+        if theta and of_parameters != theta:
+            problems.add(
+                f"{fields.place('rope_theta')} is {theta}, but "
+                f"{parameters.place('rope_theta')} is {of_parameters}"
+            )
+        theta = of_parameters
+    if theta <= 0:
+        problems.add(f"{fields.place('rope_theta')} is missing, or not a positive number")
+    yarns = [_read_yarn(one) for one in (scaling, parameters) if one.data]
+    if len(yarns) == 2 and yarns[0] != yarns[1]:
+        problems.add(f"{scaling.where} and {parameters.where} disagree")
+    yarn = yarns[0] if yarns else None
+    fields.claims["rotary"] = Claim(
+        {"theta": theta, "yarn": yarn and dataclasses.asdict(yarn)},
+        parameters.where if parameters.data else fields.place("rope_theta and rope_scaling"),
+    )
+    return RotaryConfig(width, theta, kind, yarn)
+
+
+def _read_yarn(fields: Fields) -> Yarn | None:
+    """The scaling of an object that has one, or None for the plain rotary embedding."""
+    names = {fields.data[key] for key in ("type", "rope_type") if fields.data.get(key)}
+    fields.ignore({"type": "read above", "rope_type": "read above"})
+    fields.expect("partial_rotary_factor", None, 1.0, 1, why="the whole width is rotated")
+    yarn = None
+    if names == {"yarn"}:
+        yarn = Yarn(
+            factor=fields.take("factor", float),
+            original_max_position_embeddings=fields.take("original_max_position_embeddings", int),
+            beta_fast=fields.take("beta_fast", float, 32.0),
+            beta_slow=fields.take("beta_slow", float, 1.0),
+            mscale=fields.take("mscale", float, 1.0),
+            mscale_all_dim=fields.take("mscale_all_dim", float, 0.0),
+        )
+        fields.expect("attention_factor", None, why="magnitudes come from mscale alone")
+        fields.expect("truncate", None, True, why="the ramp starts and ends at whole pairs")
+    elif names - {"default"}:
+        fields.problems.add(
+            f"{fields.place('type')} is {' and '.join(map(repr, sorted(names)))}; supported: "
+            "'yarn' or 'default'"
+        )
+        return None
+    fields.finish()
+    return yarn
+
+
+def _check_architectures(fields: Fields) -> None:
+    """Makes an unknown architecture a problem; a config may name none."""
+    for name in fields.take("architectures", list, []):
+        if name not in ARCHITECTURES:
+            fields.problems.add(
+                f"{fields.place('architectures')} names {name!r}; supported: "
+                f"{', '.join(ARCHITECTURES)}"
+            )
+
+
+def _take_sizes(text: Fields) -> dict[str, Any]:
+    """The fields of `TargetConfig` that stand in the config under the same name."""
+    for key, supported in (
+        ("hidden_act", ("silu", None)),
+        ("attention_bias", (False, None)),
+        ("tie_word_embeddings", (False, None)),
+        ("moe_layer_freq", (1, None)),
+        ("topk_method", ("noaux_tc", None)),
+        ("scoring_func", ("sigmoid", None)),
+        ("rope_interleave", (True, None)),
+    ):
+        text.expect(key, *supported)
+    own = {"latent_norm_eps", "rotary", "num_bits", "eos_token_ids"}
+    return {
+        field.name: text.take(field.name, field.type)  # type: ignore[arg-type]
+        for field in dataclasses.fields(TargetConfig)
+        if field.name not in own
+    }
+
+
+def _check_sizes(text: Fields, sizes: dict[str, Any]) -> None:
+    """Makes sizes that no model has, or that this one cannot have, a problem."""
+    s = sizes
+    for key, value in s.items():
+        minimum = 0 if key == "first_k_dense_replace" else 1
+        if type(value) is int and value < minimum:
+            text.problems.add(f"{text.place(key)} is {value}; expected {minimum} or more")
+    if s["first_k_dense_replace"] >= s["num_hidden_layers"]:
+        text.problems.add(
+            f"{text.place('first_k_dense_replace')} is {s['first_k_dense_replace']} of "
+            f"{s['num_hidden_layers']} layers; at least one has to have experts"
+        )
+    if s["n_group"] < 1 or s["n_routed_experts"] % s["n_group"]:
+        text.problems.add(
+            f"{text.place('n_group')} is {s['n_group']}, which does not divide "
+            f"n_routed_experts {s['n_routed_experts']}"
+        )
+    elif s["topk_group"] * (s["n_routed_experts"] // s["n_group"]) < s["num_experts_per_tok"]:
+        text.problems.add(
+            f"{text.place('topk_group')} is {s['topk_group']}: fewer experts than "
+            f"num_experts_per_tok {s['num_experts_per_tok']}"
+        )
+    if s["qk_rope_head_dim"] % 2:
+        text.problems.add(f"{text.place('qk_rope_head_dim')} is {s['qk_rope_head_dim']}, odd")
+    heads = s["num_attention_heads"]
+    text.expect("num_key_value_heads", heads, None, why="latent attention shares one key")
+    text.expect("qk_head_dim", s["qk_nope_head_dim"] + s["qk_rope_head_dim"], None)
+
+
+def _check_wrapper(top: Fields, text: Fields) -> None:
+    """Makes a fact that stands in both objects with two values a problem."""
+    top.ignore(WRAPPER_IGNORED)
+    for key in sorted(set(top.data) & set(text.data)):
+        if key in ("architectures", "model_type", "eos_token_id", *WRAPPER_IGNORED):
+            continue
+        top.ignore({key: "compared with text_config"})
+        if top.data[key] != text.data[key]:
+            top.problems.add(
+                f"{top.place(key)} is {top.data[key]!r}, but {text.place(key)} is "
+                f"{text.data[key]!r}"
+            )
+    top.expect("tie_word_embeddings", False, None)
+
+
+def _read_quantization(top: Fields, text: Fields) -> Quantization:
+    """The one quantisation that the config declares, at either level."""
+    # Both levels are read, so that neither is left over; _check_wrapper compares them.
+    found = top.nested("quantization_config")
+    if text is not top:
+        of_text = text.nested("quantization_config")
+        found = found if found.data else of_text
+    if not found.data:
+        return Quantization("none")
+    method = found.take("quant_method", str)
+    if method == "compressed-tensors":
+        return _read_compressed_tensors(found)
+    if method == "fp8":
+        return _read_fp8(found)
+    found.problems.add(
+        f"{found.place('quant_method')} is {method!r}; supported: 'compressed-tensors' (int4, "
+        "pack-quantized), 'fp8' (blocks), or no quantization_config"
+    )
+    return Quantization("none")
+
+
+def _read_compressed_tensors(fields: Fields) -> Quantization:
+    fields.expect("format", "pack-quantized")
+    fields.expect("kv_cache_scheme", None)
+    for key in ("sparsity_config", "transform_config", "moe_sparsity_config"):
+        fields.expect(key, None, {})
+    fields.ignore(
+        {
+            "global_compression_ratio": "a statistic",
+            "ignore": "each tensor's own name says whether it is packed",
+            "quantization_status": "a label",
+            "version": "a label",
+        }
+    )
+    groups, sizes = fields.nested("config_groups"), set()
+    for name in groups.data:
+        group = groups.nested(name)
+        group.ignore({"targets": "each tensor's own name says whether it is packed"})
+        group.expect("format", None, "pack-quantized")
+        group.expect("input_activations", None)
+        group.expect("output_activations", None)
+        weights = group.nested("weights")
+        weights.expect("num_bits", 4)
+        weights.expect("type", "int")
+        weights.expect("symmetric", True)
+        weights.expect("strategy", "group", None)
+        weights.expect("actorder", None, False, why="columns are in their own order")
+        weights.expect("dynamic", False, None)
+        weights.expect("block_structure", None)
+        weights.ignore(
+            {
+                "observer": "how the scales were found",
+                "observer_kwargs": "how the scales were found",
+                "scale_dtype": "each tensor's own element type is read",
+                "zp_dtype": "a symmetric format has no zero points",
+            }
+        )
+        size = weights.take("group_size", int)
+        if size < GROUP or size % GROUP:
+            fields.problems.add(
+                f"{weights.place('group_size')} is {size}; supported: multiples of {GROUP}"
+            )
+        sizes.add(size)
+        weights.finish()
+        group.finish()
+    if len(sizes) != 1:
+        fields.problems.add(
+            f"{groups.where} has group sizes {sorted(sizes)}; supported: one for all experts"
+        )
+    fields.finish()
+    return Quantization("int4", group_size=max(sizes, default=GROUP))
+
+
+def _read_fp8(fields: Fields) -> Quantization:
+    fields.expect("fmt", "e4m3", None)
+    fields.expect("activation_scheme", "dynamic", None)
+    fields.expect("scale_fmt", None, "ue8m0", why="either way the scales are stored as f32")
+    fields.ignore(
+        {
+            "modules_to_not_convert": "each tensor's own element type is read",
+            "ignored_layers": "each tensor's own element type is read",
+        }
+    )
+    block = fields.take("weight_block_size", list)
+    fields.finish()
+    if len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
+        fields.problems.add(
+            f"{fields.place('weight_block_size')} is {block}; expected [rows, columns]"
+        )
+        return Quantization("none")
+    return Quantization("fp8", block=(block[0], block[1]))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Eos:
+    ids: tuple[int, ...]
+    claims: dict[str, Claim]
+
+
+def _read_eos(source: Source, top: Fields, text: Fields) -> _Eos:
+    """Every id that ends a text, whichever of the configs says so.
+
+    Kimi's `eos_token_id` is [EOS]; a turn of chat ends with <|im_end|>, which only the generation
+    config or the tokenizer names.
+    """
+    generation = Fields(source.generation_config, "generation_config.json", top.problems)
+    origins: dict[int, str] = {}
+    for fields in (top, text, generation):
+        for one in fields.take_ids("eos_token_id") or ():
+            origins.setdefault(one, fields.place("eos_token_id"))
+    for one, token in source.tokenizer_config.get("added_tokens_decoder", {}).items():
+        if isinstance(token, dict) and token.get("content") == "<|im_end|>":
+            origins.setdefault(int(one), "tokenizer_config.json: <|im_end|>")
+    where = "; ".join(dict.fromkeys(origins.values())) or "no config names one"
+    ids = tuple(origins)
+    return _Eos(ids, {"eos_token_ids": Claim(list(ids), where)})

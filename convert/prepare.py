@@ -1,0 +1,205 @@
+"""A Hugging Face checkpoint, read from its headers and found whole: what it is, how it is built."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Collection, Iterator
+from typing import Any, Literal
+
+import numpy as np
+from flax import nnx
+
+from jaxspec.config import Numerics, TargetConfig
+from jaxspec.contracts import Boundaries
+from jaxspec.convert import drafts, names
+from jaxspec.convert.configs import LatentNormEps, Quantization, read_target_config
+from jaxspec.convert.fields import Claim
+from jaxspec.convert.plan import FLOAT, Piece, Reader, Rule, check_plan, make_pieces
+from jaxspec.convert.problems import Problems
+from jaxspec.convert.source import Source
+from jaxspec.draft import Draft
+from jaxspec.kernels.expert_matmul.packing import GROUP
+from jaxspec.target import Target
+
+__all__ = [
+    "Experts",
+    "Prepared",
+    "TargetCard",
+    "abstract_draft",
+    "abstract_target",
+    "parameters_of",
+    "prepare_draft",
+    "prepare_target",
+    "tie",
+]
+
+Experts = Literal["stored", "int4"]
+"""Routed experts as the checkpoint stores them, or quantised to int4 on the way."""
+
+NOT_OF_THE_FUNCTION = ("eos_token_ids", "latent_norm_eps", "max_position_embeddings", "num_bits")
+"""Config fields that may differ between two forms of one target."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetCard:
+    """What a draft has to know of its target."""
+
+    identity: str
+    config: TargetConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A checkpoint whose headers hold no problem.
+
+    Attributes:
+      facts: of a target its `TargetConfig`, of a draft its `DraftFacts`.
+      claims: every fact, with where it was read.
+      unused: tensors that no parameter is built from, `{"tensor", "reason"}` each.
+    """
+
+    kind: Literal["target", "draft"]
+    identity: str
+    facts: TargetConfig | drafts.DraftFacts
+    claims: dict[str, Claim]
+    rules: list[Rule]
+    unused: list[dict[str, str]]
+    source: Source
+    quantization: Quantization
+
+    def pieces(self, problems: Problems, skip: Collection[str] = ()) -> Iterator[Piece]:
+        """Builds the pieces one by one; what is wrong with their values goes to `problems`."""
+        reader = Reader(self.source, problems, self.quantization.block)
+        return make_pieces(self.rules, reader, skip)
+
+
+def abstract_target(config: TargetConfig, numerics: Numerics, identity: str) -> Target:
+    """The target with shapes in place of arrays."""
+    return nnx.eval_shape(lambda: Target(config, numerics, identity, nnx.Rngs(0)))
+
+
+def abstract_draft(facts: drafts.DraftFacts, boundaries: Boundaries, numerics: Numerics) -> Draft:
+    """The draft with shapes in place of arrays."""
+    return nnx.eval_shape(lambda: Draft(facts.config_for(boundaries), numerics, nnx.Rngs(0)))
+
+
+def parameters_of(model: nnx.Module) -> dict[str, Any]:
+    """The model's parameters by path, `sparse.attention.q_a`."""
+    return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model))}
+
+
+def prepare_target(
+    source: Source,
+    experts: Experts = "stored",
+    latent_norm_eps: LatentNormEps = "rms_norm_eps",
+) -> Prepared:
+    """The target in a Hugging Face directory.
+
+    Raises:
+      CheckpointError: everything that is wrong with its configs and headers.
+    """
+    problems = Problems(str(source.directory))
+    facts = read_target_config(source, problems, latent_norm_eps)
+    prefix, head = names.find_prefix(source, problems)
+    config, claims, quantization = facts.config, dict(facts.claims), facts.quantization
+    if experts == "int4" and config.num_bits is None:
+        config = dataclasses.replace(config, num_bits=4)
+        claims["experts"] = Claim("int4, groups of 32", "quantised on the way, as asked for")
+    else:
+        claims["experts"] = Claim("int4" if config.num_bits else "plain", "as stored")
+    for key in ("hidden_size", "moe_intermediate_size") if config.num_bits else ():
+        if getattr(config, key) % max(quantization.group_size, GROUP):
+            problems.add(
+                f"config.json: {key} is {getattr(config, key)}, no multiple of the experts' group "
+                f"size {max(quantization.group_size, GROUP)}"
+            )
+    problems.raise_any()
+    rules = list(names.target_rules(source, prefix, head, config, quantization))
+    left = names.unused_target_tensors(prefix, config, facts.num_unused_layers)
+    parameters = parameters_of(abstract_target(config, Numerics(), ""))
+    unused = check_plan(rules, left, source, parameters, problems)
+    problems.raise_any()
+    function = {
+        key: value
+        for key, value in dataclasses.asdict(config).items()
+        if key not in NOT_OF_THE_FUNCTION
+    }
+    identity = f"{facts.model_type}@{_fingerprint(function, rules, source, 'head')}"
+    return Prepared("target", identity, config, claims, rules, unused, source, quantization)
+
+
+def prepare_draft(
+    source: Source,
+    convention: drafts.Convention | None = None,
+    target: TargetCard | None = None,
+) -> Prepared:
+    """The draft in a Hugging Face directory, tied to `target` if one is given.
+
+    Raises:
+      CheckpointError: everything that is wrong with its config and headers.
+    """
+    problems = Problems(str(source.directory))
+    facts = drafts.read_draft(source, problems, convention)
+    rules = list(drafts.draft_rules(source, facts, problems))
+    boundaries = Boundaries("", facts.ids or (1, 2, 3), facts.chunk_width, facts.origin)
+    parameters = parameters_of(abstract_draft(facts, boundaries, Numerics()))
+    unused = check_plan(rules, drafts.unused_in_draft(), source, parameters, problems)
+    problems.raise_any()
+    claims = dict(facts.claims)
+    if target is not None:
+        tied = tie(facts, target, problems, "by convert --target")
+        problems.raise_any()
+        facts = dataclasses.replace(facts, ids=tied.ids, origin=tied.origin, target=tied.target)
+        claims["boundaries"] = Claim(list(tied.ids), tied.origin)
+    claims["target"] = Claim(facts.target, "convert --target" if facts.target else "not tied")
+    identity = f"eagle3@{_fingerprint(facts.sizes, rules, source, 'fc')}"
+    return Prepared("draft", identity, facts, claims, rules, unused, source, Quantization("none"))
+
+
+def tie(facts: drafts.DraftFacts, target: TargetCard, problems: Problems, when: str) -> Boundaries:
+    """The claim of a draft that belongs to `target`; shapes that cannot belong become problems.
+
+    Args:
+      when: how the tie came about, for the claim's origin.
+    """
+    s, c = facts.sizes, target.config
+    layers = c.num_hidden_layers
+    ids = facts.ids or (2, layers // 2, layers - 3)
+    if min(ids) < 0 or max(ids) > layers:
+        problems.add(
+            f"boundaries {ids} [{facts.origin}]: {target.identity} has boundaries 0 (the embedding "
+            f"output) to {layers} (before the final norm)"
+        )
+    if facts.chunk_width != c.hidden_size:
+        problems.add(
+            f"the draft's fc takes states {facts.chunk_width} wide, {target.identity} has "
+            f"hidden_size {c.hidden_size}"
+        )
+    if s["vocab_size"] != c.vocab_size:
+        problems.add(
+            f"the draft's vocab_size is {s['vocab_size']}, that of {target.identity} {c.vocab_size}"
+        )
+    borrowed = [name for name in ("embedding", "head") if not s[f"has_{name}"]]
+    if borrowed and s["hidden_size"] != c.hidden_size:
+        problems.add(
+            f"the draft has no {' and no '.join(borrowed)} of its own, and its hidden_size "
+            f"{s['hidden_size']} is not the {c.hidden_size} of {target.identity}"
+        )
+    origin = f"{facts.origin}; tied to this target {when}"
+    return Boundaries(target.identity, tuple(ids), c.hidden_size, origin)
+
+
+def _fingerprint(function: dict[str, Any], rules: list[Rule], source: Source, row_of: str) -> str:
+    """Twelve hex digits over the config, every norm and bias, and the first row of one matrix.
+
+    Cheap at any size, and the same for one model in bf16, f32 or packed: values are hashed as f32.
+    """
+    digest = hashlib.sha256(json.dumps(function, sort_keys=True).encode())
+    for rule in rules:
+        for want in rule.wants:
+            is_vector = len(want.shape) == 1 and source.tensors[want.name].dtype in FLOAT
+            if is_vector or row_of in rule.leaves:
+                digest.update(f"{rule.piece} {rule.leaves} {want.shape}".encode())
+                rows = source.read(want.name, None if is_vector else 1)
+                digest.update(rows.astype(np.float32).tobytes())
+    return digest.hexdigest()[:12]

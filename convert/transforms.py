@@ -1,0 +1,103 @@
+"""What is done to a tensor on its way in: numpy on the host, vectorised, nothing per element."""
+
+import ml_dtypes
+import numpy as np
+
+from jaxspec.kernels.expert_matmul.packing import BLOCK, GROUP, padded
+
+__all__ = [
+    "dequantize_fp8",
+    "heads_in",
+    "heads_out",
+    "quantize_int4",
+    "repack_scales",
+    "repack_words",
+    "split_kv",
+    "transpose",
+]
+
+NIBBLES = 8  # of a 32-bit word
+ZERO_WORD = 0x88888888  # eight times q = 0, stored as q + 8
+
+
+def transpose(weight: np.ndarray) -> np.ndarray:
+    """[in, out] of torch's [out, in]."""
+    return np.ascontiguousarray(weight.T)
+
+
+def heads_out(weight: np.ndarray, heads: int) -> np.ndarray:
+    """[in, heads, width] of a projection [heads * width, in] to heads."""
+    return transpose(weight).reshape(weight.shape[1], heads, -1)
+
+
+def heads_in(weight: np.ndarray, heads: int) -> np.ndarray:
+    """[heads, width, out] of a projection [out, heads * width] from heads."""
+    return transpose(weight).reshape(heads, -1, weight.shape[0])
+
+
+def split_kv(weight: np.ndarray, heads: int, key_width: int) -> tuple[np.ndarray, np.ndarray]:
+    """k_up [heads, key, latent] and v_up [heads, latent, value] of `kv_b_proj`.
+
+    Convention: its rows are, head after head, first the head's keys and then its values.
+    """
+    per_head = weight.reshape(heads, -1, weight.shape[1])
+    key, value = per_head[:, :key_width], per_head[:, key_width:]
+    return np.ascontiguousarray(key), np.ascontiguousarray(value.swapaxes(1, 2))
+
+
+def dequantize_fp8(weight: np.ndarray, scale_inv: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+    """bf16 weights of float8 ones, times the scale of their block (a product, despite the name).
+
+    The last block of a row or column may be partial: 576 rows are 4.5 blocks of 128.
+    """
+    rows, columns = weight.shape
+    scale = np.repeat(np.repeat(scale_inv, block[0], 0)[:rows], block[1], 1)[:, :columns]
+    return (weight.astype(np.float32) * scale).astype(ml_dtypes.bfloat16)
+
+
+def quantize_int4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Words and scales, as the kernel reads them, of weights [out, in].
+
+    The rule is compressed-tensors' for symmetric groups: the scale is max |w| / 7.5, rounded to
+    bf16 before it is divided by; q = round(w / scale), clipped to -8..7.
+    """
+    out, columns = weight.shape
+    groups = weight.astype(np.float32).reshape(out, -1, GROUP)
+    scale = (np.abs(groups).max(-1) / 7.5).astype(ml_dtypes.bfloat16)
+    divisor = np.where(scale == 0, 1, scale).astype(np.float32)[:, :, None]
+    q = np.clip(np.round(groups / divisor), -8, 7).astype(np.int8)
+    nibbles = (q + 8).astype(np.uint32).reshape(out, columns // NIBBLES, NIBBLES)
+    shifts = 4 * np.arange(NIBBLES, dtype=np.uint32)
+    words = np.bitwise_or.reduce(nibbles << shifts, axis=-1)
+    return repack_words(words), repack_scales(scale, GROUP)
+
+
+def repack_words(words: np.ndarray) -> np.ndarray:
+    """The kernel's int32 words [out, padded in / 8] of compressed-tensors' [out, in / 8].
+
+    There, nibble b of word w is element 8 w + b. Here, in each block of 256, nibble i of word c is
+    element 32 i + c: word w = 4 i + c // 8 and nibble c % 8 of the other.
+    """
+    out, num_words = words.shape
+    missing = padded(num_words * NIBBLES) // NIBBLES - num_words
+    words = np.pad(words.view(np.uint32), [(0, 0), (0, missing)], constant_values=ZERO_WORD)
+    planes = words.reshape(out, -1, BLOCK // GROUP, GROUP // NIBBLES)
+    shifts = 4 * np.arange(NIBBLES, dtype=np.uint32)
+    packed = np.zeros((out, planes.shape[1], GROUP), np.uint32)
+    for plane in range(BLOCK // GROUP):
+        # The mask comes after the shift, and the words are unsigned: no sign bit is smeared.
+        nibbles = (planes[:, :, plane, :, None] >> shifts) & np.uint32(15)
+        packed |= nibbles.reshape(packed.shape) << np.uint32(4 * plane)
+    return packed.reshape(out, -1).view(np.int32)
+
+
+def repack_scales(scale: np.ndarray, group_size: int) -> np.ndarray:
+    """The kernel's scales [in / 256, 8, out] of [out, in / group_size]; 0 where `in` is padded.
+
+    A larger group's scale is repeated for each group of 32 in it, which changes no weight.
+    """
+    scale = np.repeat(scale, group_size // GROUP, axis=1)
+    out, num_groups = scale.shape
+    missing = padded(num_groups * GROUP) // GROUP - num_groups
+    scale = np.pad(scale, [(0, 0), (0, missing)])
+    return np.ascontiguousarray(scale.T).reshape(-1, BLOCK // GROUP, out)

@@ -1,0 +1,188 @@
+"""Loading a target or a draft: from a Hugging Face directory or a converted one, the same model."""
+
+import dataclasses
+import functools
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxspec.config import Numerics, TargetConfig
+from jaxspec.contracts import Boundaries
+from jaxspec.convert.configs import LatentNormEps
+from jaxspec.convert.drafts import Convention, DraftFacts
+from jaxspec.convert.manifest import Manifest, is_converted, read_manifest
+from jaxspec.convert.plan import Piece
+from jaxspec.convert.prepare import (
+    Experts,
+    Prepared,
+    TargetCard,
+    abstract_draft,
+    abstract_target,
+    prepare_draft,
+    prepare_target,
+    tie,
+)
+from jaxspec.convert.problems import CheckpointError, Problems
+from jaxspec.convert.source import Source
+from jaxspec.draft import Draft
+from jaxspec.target import Target
+
+__all__ = ["CheckpointError", "load_draft", "load_target", "locate"]
+
+Progress = Callable[[str, int, int], None]
+"""Called as progress(what, done, total) after each piece."""
+PathLike = str | os.PathLike[str]
+
+DEFAULT_NUMERICS = Numerics()
+HUB_CACHE = Path.home() / ".cache" / "huggingface" / "hub"
+
+
+def locate(path: PathLike, hub_cache: Path = HUB_CACHE) -> Path:
+    """The directory that a path, or the id of a repository in the local hub cache, means.
+
+    Raises:
+      CheckpointError: there is neither. Nothing is downloaded.
+    """
+    directory = Path(path)
+    if directory.is_dir():
+        return directory
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+        repository = hub_cache / f"models--{str(path).replace('/', '--')}"
+        main = repository / "refs" / "main"
+        if main.is_file():
+            return repository / "snapshots" / main.read_text().strip()
+    raise CheckpointError(
+        str(path), [f"no such directory, and no such repository in the local cache {hub_cache}"]
+    )
+
+
+def load_target(
+    path: PathLike,
+    numerics: Numerics = DEFAULT_NUMERICS,
+    *,
+    experts: Experts = "stored",
+    latent_norm_eps: LatentNormEps | None = None,
+    progress: Progress | None = None,
+) -> Target:
+    """The target in a directory, in `numerics.dtype`; packed experts stay packed.
+
+    Args:
+      experts: "int4" quantises plain or fp8 routed experts on the way.
+      latent_norm_eps: None takes what the conversion recorded, or the config's own.
+
+    Raises:
+      CheckpointError: everything that is wrong with the checkpoint.
+    """
+    directory = locate(path)
+    found = _open(directory, "target", lambda source: prepare_target(source, experts))
+    config = found.facts
+    assert isinstance(config, TargetConfig)
+    if experts == "int4" and config.num_bits is None:
+        raise CheckpointError(
+            str(directory), ["converted with plain experts; convert it again with --experts int4"]
+        )
+    eps = {None: config.latent_norm_eps, "transformers": 1e-6, "rms_norm_eps": config.rms_norm_eps}
+    config = dataclasses.replace(config, latent_norm_eps=eps[latent_norm_eps])
+    model = abstract_target(config, numerics, found.identity)
+    return _fill(model, directory, found, progress)
+
+
+def load_draft(
+    path: PathLike,
+    numerics: Numerics = DEFAULT_NUMERICS,
+    *,
+    target: Target,
+    capture_convention: Convention | None = None,
+    progress: Progress | None = None,
+) -> Draft:
+    """The draft in a directory, in `numerics.dtype`.
+
+    A draft that names no target is taken to be `target`'s, if its shapes allow it. One that was
+    converted for another target keeps that claim, and is refused when it is traced.
+
+    Args:
+      capture_convention: what its boundary ids mean, where the checkpoint leaves it open.
+
+    Raises:
+      CheckpointError: everything that is wrong with the checkpoint, alone or with this target.
+    """
+    directory = locate(path)
+    found = _open(directory, "draft", lambda source: prepare_draft(source, capture_convention))
+    facts, problems = found.facts, Problems(str(directory))
+    assert isinstance(facts, DraftFacts)
+    if isinstance(found, Manifest) and capture_convention is not None:
+        problems.add(f"converted already; its boundaries are {facts.ids} [{facts.origin}]")
+    if facts.target is None:
+        card = TargetCard(target.identity, target.config)
+        boundaries = tie(facts, card, problems, "when it was loaded")
+    else:
+        assert facts.ids is not None, "a draft is tied under its boundaries"
+        boundaries = Boundaries(facts.target, facts.ids, facts.chunk_width, facts.origin)
+    problems.raise_any()
+    return _fill(abstract_draft(facts, boundaries, numerics), directory, found, progress)
+
+
+def _open(directory: Path, kind: str, prepare: Callable[[Source], Prepared]) -> Prepared | Manifest:
+    """What the directory says of itself, from its manifest or from Hugging Face's headers."""
+    if not is_converted(directory):
+        return prepare(Source(directory))
+    manifest = read_manifest(directory)
+    if manifest.kind != kind:
+        raise CheckpointError(str(directory), [f"this is a {manifest.kind}, not a {kind}"])
+    return manifest
+
+
+def _pieces(
+    found: Prepared | Manifest, directory: Path, problems: Problems
+) -> tuple[int, Iterator[Piece]]:
+    if isinstance(found, Prepared):
+        return len({rule.piece for rule in found.rules}), found.pieces(problems)
+    # Orbax takes half a second to import, and only a converted checkpoint needs it.
+    from jaxspec.convert.store import read_piece
+
+    params = directory / "params"
+    names = ((piece["name"], piece["layer"]) for piece in found.pieces)
+    return len(found.pieces), (read_piece(params, *name) for name in names)
+
+
+def _fill[Model: (Target, Draft)](
+    model: Model, directory: Path, found: Prepared | Manifest, progress: Progress | None
+) -> Model:
+    """The model, its shapes replaced by the checkpoint's arrays, a piece at a time.
+
+    A stack is allocated once and each layer placed into it: nothing is held twice.
+    """
+    graph, state = nnx.split(model)
+    variables = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
+    filled: dict[str, jax.Array] = {}
+    problems = Problems(str(directory))
+    total, pieces = _pieces(found, directory, problems)
+    for done, piece in enumerate(pieces, start=1):
+        for path, array in piece.leaves.items():
+            want = variables[path][1].get_value()
+            if piece.layer is None:
+                assert array.shape == want.shape, (path, array.shape, want.shape)
+                filled[path] = jnp.asarray(array).astype(want.dtype)
+                continue
+            assert array.shape == want.shape[1:], (path, array.shape, want.shape)
+            if path not in filled:
+                filled[path] = jnp.zeros(want.shape, want.dtype)
+            filled[path] = _place(filled[path], array, np.int32(piece.layer))
+        if progress is not None:
+            progress(f"loading {directory.name}", done, total)
+    problems.raise_any()
+    leaves = [(path, leaf.replace(filled[name])) for name, (path, leaf) in variables.items()]
+    return nnx.merge(graph, nnx.from_flat_state(leaves))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _place(stack: jax.Array, array: Any, layer: jax.Array) -> jax.Array:
+    """The stack with one layer replaced, in place."""
+    return jax.lax.dynamic_update_index_in_dim(stack, array.astype(stack.dtype), layer, 0)
