@@ -1,0 +1,66 @@
+"""The step at full Kimi width, compiled for an H200 that is not there: what do its loops write?"""
+
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jaxspec.aot import h200s
+from jaxspec.config import TreeConfig
+from jaxspec.hlo import loop_writes
+from jaxspec.step import Settings, decode
+from tests.full_size import abstract_draft, abstract_inputs, abstract_target
+
+pytestmark = [
+    pytest.mark.sm90,
+    pytest.mark.skipif(
+        importlib.util.find_spec("jax_cuda13_plugin") is None,
+        reason="compiling for an H200 needs the `cuda` extra",
+    ),
+]
+
+SLOTS = 129 * 256  # 129 divides no other dimension: it gives away what holds a cache's slots
+NODES = 16
+
+
+@functools.cache
+def compiled_decode(batch: int):
+    target, draft = abstract_target(6), abstract_draft(32000, (1, 3, 5))
+    graph, params, state = abstract_inputs(target, draft, batch, SLOTS)
+    capture = target.boundaries((1, 3, 5), "this test")
+    settings = Settings(TreeConfig(3, 4, NODES), capture, (163585,), 128)
+    on_gpu = jax.sharding.NamedSharding(h200s(1), jax.sharding.PartitionSpec())
+
+    def program(params, state, max_steps):
+        return decode(*nnx.merge(graph, params), state, max_steps, settings)
+
+    max_steps = jax.ShapeDtypeStruct((), jnp.int32)
+    program = jax.jit(program, donate_argnums=1, in_shardings=on_gpu, out_shardings=on_gpu)
+    lowered = program.lower(params, state, max_steps)
+    return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0}), state
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_no_loop_writes_a_share_of_the_cache_or_of_the_experts(batch):
+    compiled, _ = compiled_decode(batch)
+    config = abstract_target(6).config
+    cache_layer = batch * SLOTS * (config.kv_lora_rank + config.qk_rope_head_dim) * 2
+    experts_layer = config.n_routed_experts * 3 * 2048 * 7168 // 2
+    writes = loop_writes(compiled.as_text())
+    assert any(write.shape[-3:] == (2, 2048, 7168 // 8) for write in writes), "no expert was read"
+    for write in writes:
+        holds_slots = any(size % 129 == 0 for size in write.shape)
+        assert not (holds_slots and write.num_bytes >= cache_layer / 8), write
+        assert write.num_bytes < experts_layer / 8, write
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_the_state_is_updated_in_place(batch):
+    compiled, state = compiled_decode(batch)
+    memory = compiled.memory_analysis()
+    state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    assert memory.alias_size_in_bytes >= state_bytes
+    assert memory.temp_size_in_bytes < 2**30
