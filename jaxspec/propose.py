@@ -129,7 +129,7 @@ def propose(
             return jnp.take_along_axis(values, beam_BW[:, :, None], axis=1)
 
         # This level's rows start at `row`; a beam's own row joins its children's chain.
-        own_BWA = jnp.arange(num_scratch) == (row + beam_BW)[:, :, None]
+        own_BWA = jnp.arange(num_scratch)[None, None] == (row + beam_BW)[:, :, None]
         beams = (
             next_score_BW,
             jnp.take_along_axis(token_BI, best_BW, axis=1),

@@ -92,7 +92,7 @@ def choose(
             lambda: score_BJV,
         )
         # One draw per depth, not per node: siblings' children share theirs.
-        pos_BP = length_B[:, None] + 1 + jnp.arange(levels + 1)
+        pos_BP = length_B[:, None] + 1 + jnp.arange(levels + 1)[None]
         noise_BPV = gumbel_noise(sampling.seed, pos_BP, logits_BJV.shape[-1])
         noise_BJV = jnp.take_along_axis(noise_BPV, depth_BJ[:, :, None], axis=1)
         token_BJ = jnp.argmax(score_BJV + noise_BJV, axis=-1)

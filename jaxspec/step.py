@@ -307,7 +307,7 @@ def step(target: Target, draft: Draft | None, state: State, settings: Settings) 
     if draft is None:
         return state
     with jax.named_scope("extend"):
-        path = jnp.arange(tree.levels + 1)
+        path = jnp.arange(tree.levels + 1)[None]
         at = Pass(length_B[:, None] + path, length_B)
         drafted = draft.fuse(
             seen.features.take_rows(accepted.path),
@@ -330,7 +330,7 @@ def _emit(
     state: State, token_BP: Int[Array, "B P"], offered_B: Int[Array, "B"], settings: Settings
 ) -> tuple[State, Int[Array, "B"]]:
     """The state with tokens emitted, and how many were: up to a stop token or the limit."""
-    place = jnp.arange(token_BP.shape[1])
+    place = jnp.arange(token_BP.shape[1])[None]
     is_offered_BP = place < offered_B[:, None]
     is_stop_BP = jnp.isin(token_BP, jnp.asarray(settings.stop_ids, jnp.int32)) & is_offered_BP
     until_stop_B = jnp.where(is_stop_BP.any(1), jnp.argmax(is_stop_BP, axis=1) + 1, offered_B)

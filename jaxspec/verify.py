@@ -49,6 +49,8 @@ def accept(tree: Tree, chosen_BJ: Int[Array, "B J"]) -> Accepted:
     # The path holds exactly one ancestor of the last node at each depth down to its own.
     on_path_BJ = jnp.take_along_axis(tree.ancestors, last_B[:, None, None], axis=1)[:, 0]
     step = jnp.arange(tree.levels + 1)
-    is_at_BPJ = on_path_BJ[:, None] & (tree.depth[:, None] == step[:, None])
-    path_BP = jnp.where(step <= count_B[:, None], jnp.argmax(is_at_BPJ, axis=-1), last_B[:, None])
+    is_at_BPJ = on_path_BJ[:, None] & (tree.depth[:, None] == step[None, :, None])
+    path_BP = jnp.where(
+        step[None] <= count_B[:, None], jnp.argmax(is_at_BPJ, axis=-1), last_B[:, None]
+    )
     return Accepted(path_BP, count_B, jnp.take_along_axis(chosen_BJ, path_BP, axis=1))
