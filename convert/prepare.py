@@ -78,9 +78,12 @@ def abstract_target(config: TargetConfig, numerics: Numerics, identity: str) -> 
     return nnx.eval_shape(lambda: Target(config, numerics, identity, nnx.Rngs(0)))
 
 
-def abstract_draft(facts: drafts.DraftFacts, boundaries: Boundaries, numerics: Numerics) -> Draft:
+def abstract_draft(
+    facts: drafts.DraftFacts, boundaries: Boundaries, numerics: Numerics, identity: str
+) -> Draft:
     """The draft with shapes in place of arrays."""
-    return nnx.eval_shape(lambda: Draft(facts.config_for(boundaries), numerics, nnx.Rngs(0)))
+    config = facts.config_for(boundaries)
+    return nnx.eval_shape(lambda: Draft(config, numerics, nnx.Rngs(0), identity))
 
 
 def parameters_of(model: nnx.Module) -> dict[str, Any]:
@@ -142,7 +145,7 @@ def prepare_draft(
     facts = drafts.read_draft(source, problems, convention)
     rules = list(drafts.draft_rules(source, facts, problems))
     boundaries = Boundaries("", facts.ids or (1, 2, 3), facts.chunk_width, facts.origin)
-    parameters = parameters_of(abstract_draft(facts, boundaries, Numerics()))
+    parameters = parameters_of(abstract_draft(facts, boundaries, Numerics(), ""))
     unused = check_plan(rules, drafts.unused_in_draft(), source, parameters, problems)
     problems.raise_any()
     claims = dict(facts.claims)

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxspec.config import Numerics, TargetConfig
 from jaxspec.contracts import Boundaries
 from jaxspec.convert.configs import LatentNormEps
-from jaxspec.convert.drafts import Convention, DraftFacts
+from jaxspec.convert.drafts import NUM_DEFAULT_BOUNDARIES, Convention, DraftFacts
 from jaxspec.convert.manifest import Manifest, is_converted, read_manifest
 from jaxspec.convert.plan import Piece
 from jaxspec.convert.prepare import (
@@ -100,6 +100,7 @@ def load_draft(
     *,
     target: Target,
     capture_convention: Convention | None = None,
+    capture: tuple[int, ...] | None = None,
     progress: Progress | None = None,
 ) -> Draft:
     """The draft in a directory, in `numerics.dtype`.
@@ -109,6 +110,8 @@ def load_draft(
 
     Args:
       capture_convention: what its boundary ids mean, where the checkpoint leaves it open.
+      capture: the boundaries its `fc` takes, where the checkpoint states none. One that states
+        its own keeps them.
 
     Raises:
       CheckpointError: everything that is wrong with the checkpoint, alone or with this target.
@@ -119,6 +122,14 @@ def load_draft(
     assert isinstance(facts, DraftFacts)
     if isinstance(found, Manifest) and capture_convention is not None:
         problems.add(f"converted already; its boundaries are {facts.ids} [{facts.origin}]")
+    if facts.ids is None and capture is not None:
+        if len(capture) != NUM_DEFAULT_BOUNDARIES:
+            problems.add(
+                f"--capture names {len(capture)} boundaries {capture}; the draft's fc takes "
+                f"{NUM_DEFAULT_BOUNDARIES}"
+            )
+            problems.raise_any()
+        facts = dataclasses.replace(facts, ids=capture, origin="set by --capture; it states none")
     if facts.target is None:
         card = TargetCard(target.identity, target.config)
         boundaries = tie(facts, card, problems, "when it was loaded")
@@ -126,7 +137,8 @@ def load_draft(
         assert facts.ids is not None, "a draft is tied under its boundaries"
         boundaries = Boundaries(facts.target, facts.ids, facts.chunk_width, facts.origin)
     problems.raise_any()
-    return _fill(abstract_draft(facts, boundaries, numerics), directory, found, progress)
+    model = abstract_draft(facts, boundaries, numerics, found.identity)
+    return _fill(model, directory, found, progress)
 
 
 def _open(directory: Path, kind: str, prepare: Callable[[Source], Prepared]) -> Prepared | Manifest:

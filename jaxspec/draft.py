@@ -87,9 +87,18 @@ class DraftAttention(nnx.Module):
 
 
 class Draft(nnx.Module):
-    """`fc`, one decoder layer, norm and head; embedding and head its own or the target's."""
+    """`fc`, one decoder layer, norm and head; embedding and head its own or the target's.
 
-    def __init__(self, config: DraftConfig, numerics: Numerics, rngs: nnx.Rngs) -> None:
+    `identity` names the weights (`name@fingerprint`) in reports.
+    """
+
+    def __init__(
+        self,
+        config: DraftConfig,
+        numerics: Numerics,
+        rngs: nnx.Rngs,
+        identity: str = "draft@unnamed",
+    ) -> None:
         c, dtype = config, numerics.jnp_dtype
         width, eps = c.hidden_size, c.rms_norm_eps
         self.fc = weight(rngs, dtype, c.boundaries.total_width, width)
@@ -102,7 +111,7 @@ class Draft(nnx.Module):
         self.embed = weight(rngs, dtype, c.vocab_size, width) if c.has_embedding else None
         self.head = weight(rngs, dtype, width, c.draft_vocab_size) if c.has_head else None
         self.target_of_draft = nnx.Variable(jnp.arange(c.draft_vocab_size, dtype=jnp.int32))
-        self.config, self.numerics = config, numerics
+        self.config, self.numerics, self.identity = config, numerics, identity
 
     @property
     def vocab_map(self) -> VocabMap:

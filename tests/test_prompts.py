@@ -2,7 +2,7 @@ import json
 import re
 
 import pytest
-from tiny_tokenizer import write_tokenizer
+from tests.tiny_tokenizer import write_tokenizer
 
 from jaxspec.errors import InputError
 from jaxspec.prompts import Prompt, check_prompts, encode_prompts, read_prompts, read_tokens

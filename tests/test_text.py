@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_tokenizer import write_tokenizer
+from tests.tiny_tokenizer import write_tokenizer
 
 from jaxspec.config import TreeConfig
 from jaxspec.errors import InputError

@@ -6,7 +6,7 @@ import pytest
 import regex
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_tokenizer import CONTROL, MERGES, TEMPLATE, write_tokenizer
+from tests.tiny_tokenizer import CONTROL, MERGES, TEMPLATE, write_tokenizer
 
 from jaxspec import tokenizer as tokenizer_module
 from jaxspec.errors import InputError
