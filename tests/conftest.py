@@ -1,6 +1,6 @@
 """Settings and fixtures that the tests share.
 
-Rank promotion and implicit dtype promotion raise here: what broadcasts or casts says so in the code.
+Rank promotion and implicit dtype promotion raise here: code that broadcasts or casts says so.
 """
 
 import os
@@ -11,5 +11,42 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import pytest
 
+from jaxspec.draft import Draft
+from jaxspec.target import Target
+from tests import tiny
+from tests.reference.draft import ReferenceDraft
+from tests.reference.target import ReferenceTarget
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture(scope="session")
+def reference_target() -> ReferenceTarget:
+    """The tiny target in numpy, its experts packed."""
+    return ReferenceTarget(tiny.target_tensors(tiny.TARGET_CONFIG), tiny.TARGET_CONFIG)
+
+
+@pytest.fixture(scope="session")
+def target() -> Target:
+    """The same weights in jaxspec."""
+    return tiny.target_module(tiny.target_tensors(tiny.TARGET_CONFIG), tiny.TARGET_CONFIG)
+
+
+@pytest.fixture(scope="session")
+def draft_tensors(reference_target):
+    """A draft of the tiny target, under SpecForge's names."""
+    return tiny.related_draft_tensors(tiny.DRAFT_CONFIG, reference_target)
+
+
+@pytest.fixture(scope="session")
+def reference_draft(draft_tensors) -> ReferenceDraft:
+    """That draft in numpy."""
+    return ReferenceDraft(draft_tensors, tiny.DRAFT_CONFIG)
+
+
+@pytest.fixture(scope="session")
+def draft(target, draft_tensors) -> Draft:
+    """The same weights in jaxspec."""
+    claim = target.boundaries(tiny.BOUNDARIES, "tests/conftest.py")
+    return tiny.draft_module(draft_tensors, tiny.draft_config(tiny.DRAFT_CONFIG, claim))

@@ -20,7 +20,9 @@ from jaxspec.draft import Borrowed, Draft
 from jaxspec.kernels.expert_matmul.packing import pack
 from jaxspec.mla import Pass
 from jaxspec.target import Target
-from tests.reference.target import unpack_words
+from tests.reference import formulas
+from tests.reference.draft import ReferenceDraft
+from tests.reference.target import ReferenceTarget, unpack_words
 
 IDENTITY = "tiny@1"
 BOUNDARIES = (1, 2, 4)
@@ -103,7 +105,7 @@ def target_tensors(config: dict, seed: int = 0) -> dict[str, np.ndarray]:
     nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     q_rank, kv_rank = config["q_lora_rank"], config["kv_lora_rank"]
     tensors = {
-        "model.embed_tokens.weight": _normal(rng, config["vocab_size"], width, gain=width**0.5),
+        "model.embed_tokens.weight": _normal(rng, config["vocab_size"], width, gain=2 * width**0.5),
         "model.norm.weight": _near_one(rng, width),
         "lm_head.weight": _normal(rng, config["vocab_size"], width, gain=2),
     }
@@ -164,6 +166,32 @@ def draft_tensors(config: dict, num_boundaries: int = 3, seed: int = 1) -> dict[
         "lm_head.weight": _normal(rng, config["draft_vocab_size"], width, gain=2),
         "d2t": kept - np.arange(len(kept)),
     }
+
+
+def related_draft_tensors(config: dict, target: ReferenceTarget) -> dict[str, np.ndarray]:
+    """A draft that is right often enough for whole paths of its trees to be accepted.
+
+    Queries equal keys, so that a row attends to rows of its own token, and the head is fitted to
+    the target's logits by least squares: what training does, in one step.
+    """
+    tensors = draft_tensors(config)
+    groups = config["num_attention_heads"] // config["num_key_value_heads"]
+    key = tensors["midlayer.self_attn.k_proj.weight"]
+    per_head = key.reshape(-1, config["head_dim"], key.shape[1]).repeat(groups, axis=0)
+    tensors["midlayer.self_attn.q_proj.weight"] = 5 * per_head.reshape(-1, key.shape[1])
+    tensors["midlayer.self_attn.o_proj.weight"] *= 6
+    draft, rng = ReferenceDraft(tensors, config), np.random.default_rng(2)
+    states, logits = [], []
+    for _ in range(40):
+        ids = rng.integers(0, config["vocab_size"], 20)
+        seen = target.run(ids)
+        hidden = draft.fuse(seen.features(BOUNDARIES)[:-1])
+        out = draft.run(hidden, ids[1:], np.arange(19), formulas.causal(19))
+        states.append(formulas.rms_norm(out, draft.weights["norm"], config["rms_norm_eps"]))
+        logits.append(seen.logits[1:, draft.target_of_draft])
+    head = np.linalg.lstsq(np.concatenate(states), np.concatenate(logits), rcond=None)[0]
+    tensors["lm_head.weight"] = head.T.astype(np.float32)
+    return tensors
 
 
 def target_config(config: dict) -> TargetConfig:
