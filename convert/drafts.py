@@ -5,26 +5,29 @@ and vLLM (`layers.0.`, the layer's config nested), SafeAILab (no ids, no embeddi
 configs are told apart separately, since releases mix them.
 """
 
-import dataclasses
 import re
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import numpy as np
 
-from jaxspec.config import DraftConfig, RotaryConfig
+from jaxspec.config import DraftConfig
 from jaxspec.contracts import Boundaries
 from jaxspec.convert import transforms
 from jaxspec.convert.configs import HOUSEKEEPING, read_rotary
 from jaxspec.convert.fields import Claim, Fields
-from jaxspec.convert.plan import Reader, Rule, UnusedRule, Want
+from jaxspec.convert.plan import Reader, Rule, UnusedRule, Want, simple_rule
 from jaxspec.convert.problems import Problems
 from jaxspec.convert.source import Source
 
-__all__ = ["Convention", "DraftFacts", "draft_rules", "is_draft", "read_draft", "unused_in_draft"]
+__all__ = ["UNTIED", "Convention", "draft_rules", "is_draft", "read_draft", "unused_draft_tensors"]
 
 Convention = Literal["before", "after"]
 """Whether an id k means the state before layer k (EAGLE, vLLM) or after it (SpecForge)."""
+
+UNTIED = ""
+"""The target in the boundaries of a draft that names none. Its ids may be (): the default, which
+needs to know how many layers the target has."""
 
 NUM_DEFAULT_BOUNDARIES = 3
 LAYER_PREFIXES = ("midlayer.", "layers.0.")
@@ -46,36 +49,9 @@ SPECULATORS_IGNORED = HOUSEKEEPING | {
     "speculators_version": "a label",
 }
 EAGLE_IGNORED = {
-    "parallel_draft_step": "how many tokens to propose",
     "eagle_decoder_type": "a label",
+    "parallel_draft_step": "how many tokens to propose",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class DraftFacts:
-    """What a draft's checkpoint says; with a target it becomes a `DraftConfig`.
-
-    Attributes:
-      sizes: the fields of `DraftConfig` that need no target.
-      ids: the boundaries its `fc` was trained on, or None for the default (2, n // 2, n - 3),
-        which needs the target's number of layers n.
-      chunk_width: width of each captured state that `fc` takes.
-      origin: where the boundaries were read, and under which convention.
-      target: identity of the target it is tied to, if the checkpoint says so.
-      claims: every fact, with where it was read.
-    """
-
-    sizes: dict[str, int | float | bool]
-    rotary: RotaryConfig
-    ids: tuple[int, ...] | None
-    chunk_width: int
-    origin: str
-    target: str | None
-    claims: dict[str, Claim]
-
-    def config_for(self, boundaries: Boundaries) -> DraftConfig:
-        """The draft's config under a claim of its boundaries."""
-        return DraftConfig(**self.sizes, rotary=self.rotary, boundaries=boundaries)  # type: ignore[arg-type]
 
 
 def is_draft(source: Source) -> bool:
@@ -88,8 +64,8 @@ def is_draft(source: Source) -> bool:
 
 def read_draft(
     source: Source, problems: Problems, convention: Convention | None = None
-) -> DraftFacts:
-    """What the draft's config and headers say.
+) -> tuple[DraftConfig, dict[str, Claim]]:
+    """The draft's config, tied to no target yet, and where each fact in it was read.
 
     Args:
       convention: what its boundary ids mean; None reads it from the checkpoint, or from the first
@@ -108,45 +84,36 @@ def read_draft(
         )
         problems.raise_any()
     is_speculators = "speculators_model_type" in top.data
+    layer = top
     if is_speculators:
         top.expect("speculators_model_type", "eagle3")
         top.ignore(SPECULATORS_IGNORED)
         layer = top.nested("transformer_layer_config")
-    else:
-        layer = top
-    layer.expect("model_type", "llama", None)
-    layer.ignore(LLAMA_IGNORED)
-    sizes = _take_sizes(top, layer)
+    sizes = _take_sizes(top, layer, is_speculators)
     problems.raise_any()
     rotary = read_rotary(layer, sizes["head_dim"], "halves")
     _expect_plain_eagle3(top)
     ids, origin = _read_boundaries(top, convention)
-    target_width = top.take("target_hidden_size", int, sizes["hidden_size"])
-    num_aux = top.take("num_aux_hidden_states", int, 0)
-    num_ids = len(ids) if ids else NUM_DEFAULT_BOUNDARIES
-    if num_aux and num_aux != num_ids:
-        problems.add(
-            f"{top.place('num_aux_hidden_states')} is {num_aux}, but there are {num_ids} boundaries"
-        )
+    width = top.take("target_hidden_size", int, sizes["hidden_size"])
+    num_ids = len(ids) or NUM_DEFAULT_BOUNDARIES
+    top.expect("num_aux_hidden_states", num_ids, None, why="one for each boundary")
     for fields in {id(top): top, id(layer): layer}.values():
         fields.finish()
-    embed, head = _find(source, "embed_tokens.weight"), _find(source, "lm_head.weight")
-    sizes |= {"has_embedding": embed in source.tensors, "has_head": head in source.tensors}
-    if not sizes["has_head"] and sizes["draft_vocab_size"] < sizes["vocab_size"]:
-        problems.add(
-            f"tensor {head} is missing, and the target's head cannot take its place: draft_vocab_size "
-            f"is {sizes['draft_vocab_size']}, vocab_size {sizes['vocab_size']}"
-        )
     claims = layer.claims | top.claims
-    for name, tensor in (("embedding", embed), ("head", head)):
-        is_own = tensor in source.tensors
-        claims[name] = Claim("own" if is_own else "target's", tensor if is_own else f"no {tensor}")
-    claims["boundaries"] = Claim(list(ids) if ids else None, origin)
+    claims["boundaries"] = Claim(list(ids), origin)
     claims["rotary_kind"] = Claim(rotary.kind, "Llama-type attention")
-    return DraftFacts(sizes, rotary, ids, target_width, origin, None, claims)
+    own = {}
+    for part, name in (("embedding", "embed_tokens.weight"), ("head", "lm_head.weight")):
+        name = _find(source, name)
+        own[f"has_{part}"] = name in source.tensors
+        claims[part] = (
+            Claim("own", name) if own[f"has_{part}"] else Claim("the target's", f"no tensor {name}")
+        )
+    boundaries = Boundaries(UNTIED, ids, width, origin)
+    return DraftConfig(**sizes, **own, rotary=rotary, boundaries=boundaries), claims
 
 
-def unused_in_draft() -> list[UnusedRule]:
+def unused_draft_tensors() -> list[UnusedRule]:
     """The tensors of a draft checkpoint that no parameter is built from."""
     return [
         UnusedRule(
@@ -160,13 +127,13 @@ def unused_in_draft() -> list[UnusedRule]:
     ]
 
 
-def draft_rules(source: Source, facts: DraftFacts, problems: Problems) -> Iterator[Rule]:
+def draft_rules(source: Source, config: DraftConfig, problems: Problems) -> Iterator[Rule]:
     """The rules of a draft.
 
     Raises:
-      CheckpointError: the vocabulary map is missing; its values are checked when it is built.
+      CheckpointError: the decoder layer has no known name.
     """
-    s, width = facts.sizes, facts.sizes["hidden_size"]
+    c, width, hidden = config, config.hidden_size, config.intermediate_size
     prefixes = [
         prefix
         for prefix in LAYER_PREFIXES
@@ -178,40 +145,46 @@ def draft_rules(source: Source, facts: DraftFacts, problems: Problems) -> Iterat
             f"{' and '.join(prefixes) or 'neither'}"
         )
         problems.raise_any()
-    want = lambda name, *shape: Want(_find(source, f"{name}.weight"), shape)
-    layer = prefixes[0]
-    num_chunks = len(facts.ids) if facts.ids else NUM_DEFAULT_BOUNDARIES
-    yield _transposed("fc", want("fc", width, num_chunks * facts.chunk_width))
-    for leaf, name in (
-        ("input_norm", f"{layer}input_layernorm"),
-        ("hidden_norm", f"{layer}hidden_norm"),
-        ("post_norm", f"{layer}post_attention_layernorm"),
-        ("norm", "norm"),
+    layer, attention = prefixes[0], f"{prefixes[0]}self_attn."
+
+    def rule(
+        leaf: str,
+        name: str,
+        shape: tuple[int, ...],
+        transform: Callable[..., np.ndarray] | None = transforms.transpose,
+        *args: int,
+    ) -> Rule:
+        want = Want(_find(source, f"{name}.weight"), shape)
+        return simple_rule("draft", None, leaf, want, transform, *args)
+
+    num_chunks = len(c.boundaries.ids) or NUM_DEFAULT_BOUNDARIES
+    yield rule("fc", "fc", (width, num_chunks * c.boundaries.width))
+    yield rule("input_norm.weight", f"{layer}input_layernorm", (width,), None)
+    yield rule("hidden_norm.weight", f"{layer}hidden_norm", (width,), None)
+    yield rule("post_norm.weight", f"{layer}post_attention_layernorm", (width,), None)
+    yield rule("norm.weight", "norm", (width,), None)
+    for leaf, name, heads in (
+        ("query", "q_proj", c.num_attention_heads),
+        ("key", "k_proj", c.num_key_value_heads),
+        ("value", "v_proj", c.num_key_value_heads),
     ):
-        yield _copy(f"{leaf}.weight", want(name, width))
-    heads, kv_heads, head = s["num_attention_heads"], s["num_key_value_heads"], s["head_dim"]
-    for leaf, name, count in (
-        ("query", "q_proj", heads),
-        ("key", "k_proj", kv_heads),
-        ("value", "v_proj", kv_heads),
-    ):
-        yield _to_heads(leaf, want(f"{layer}self_attn.{name}", count * head, 2 * width), int(count))
-    out = want(f"{layer}self_attn.o_proj", width, heads * head)
-    yield Rule(
-        "draft",
-        None,
-        ("attention.out",),
-        (out,),
-        lambda reader: (transforms.heads_in(reader.read(out), int(heads)),),
-    )
-    hidden = s["intermediate_size"]
-    for part, *shape in (("gate", hidden, width), ("up", hidden, width), ("down", width, hidden)):
-        yield _transposed(f"mlp.{part}", want(f"{layer}mlp.{part}_proj", *shape))
-    if s["has_embedding"]:
-        yield _copy("embed", want("embed_tokens", s["vocab_size"], width))
-    if s["has_head"]:
-        yield _transposed("head", want("lm_head", s["draft_vocab_size"], width))
-    yield _vocab_map(source, int(s["draft_vocab_size"]), int(s["vocab_size"]), problems)
+        shape = (heads * c.head_dim, 2 * width)
+        yield rule(f"attention.{leaf}", attention + name, shape, transforms.heads_out, heads)
+    heads, shape = c.num_attention_heads, (width, c.num_attention_heads * c.head_dim)
+    yield rule("attention.out", f"{attention}o_proj", shape, transforms.heads_in, heads)
+    yield rule("mlp.gate", f"{layer}mlp.gate_proj", (hidden, width))
+    yield rule("mlp.up", f"{layer}mlp.up_proj", (hidden, width))
+    yield rule("mlp.down", f"{layer}mlp.down_proj", (width, hidden))
+    if c.has_embedding:
+        yield rule("embed", "embed_tokens", (c.vocab_size, width), None)
+    if c.has_head:
+        yield rule("head", "lm_head", (c.draft_vocab_size, width))
+    elif c.draft_vocab_size < c.vocab_size:
+        problems.add(
+            "tensor lm_head.weight is missing, and the target's head cannot take its place: "
+            f"draft_vocab_size is {c.draft_vocab_size}, vocab_size {c.vocab_size}"
+        )
+    yield _vocab_map(source, c.draft_vocab_size, c.vocab_size, problems)
 
 
 def _find(source: Source, name: str) -> str:
@@ -219,8 +192,11 @@ def _find(source: Source, name: str) -> str:
     return f"model.{name}" if f"model.{name}" in source.tensors else name
 
 
-def _take_sizes(top: Fields, layer: Fields) -> dict[str, int | float | bool]:
+def _take_sizes(top: Fields, layer: Fields, is_speculators: bool) -> dict[str, Any]:
+    """The fields of `DraftConfig` that the config has as they are; what else it says is checked."""
+    layer.ignore(LLAMA_IGNORED)
     for key, supported in (
+        ("model_type", ("llama", None)),
         ("hidden_act", ("silu", None)),
         ("num_hidden_layers", (1,)),
         ("attention_bias", (False, None)),
@@ -231,8 +207,8 @@ def _take_sizes(top: Fields, layer: Fields) -> dict[str, int | float | bool]:
         ("quantization_config", (None,)),
     ):
         layer.expect(key, *supported)
-    vocab_size = layer.take("vocab_size", int)
-    heads, width = layer.take("num_attention_heads", int), layer.take("hidden_size", int)
+    vocab_size, width = layer.take("vocab_size", int), layer.take("hidden_size", int)
+    heads = layer.take("num_attention_heads", int)
     sizes = {
         "vocab_size": vocab_size,
         "draft_vocab_size": top.take("draft_vocab_size", int, vocab_size),
@@ -243,24 +219,25 @@ def _take_sizes(top: Fields, layer: Fields) -> dict[str, int | float | bool]:
         "head_dim": layer.take("head_dim", int, width // max(heads, 1)),
         "rms_norm_eps": layer.take("rms_norm_eps", float),
     }
+    if is_speculators:
+        # Serving engines disagree about its default, so only the file's own word counts.
+        sizes["norm_before_residual"] = top.take("norm_before_residual", bool)
+    else:
+        sizes["norm_before_residual"] = top.take("norm_before_residual", bool, False)
     for key, value in sizes.items():
         if type(value) is int and value < 1:
             layer.problems.add(f"{layer.place(key)} is {value}; expected 1 or more")
-    if sizes["num_key_value_heads"] and heads % sizes["num_key_value_heads"]:
+    kv_heads = sizes["num_key_value_heads"]
+    if kv_heads > 0 and heads % kv_heads:
         layer.problems.add(
-            f"{layer.place('num_key_value_heads')} is {sizes['num_key_value_heads']}, which does not "
-            f"divide num_attention_heads {heads}"
+            f"{layer.place('num_key_value_heads')} is {kv_heads}, which does not divide "
+            f"num_attention_heads {heads}"
         )
     if sizes["draft_vocab_size"] > vocab_size:
         top.problems.add(
             f"{top.place('draft_vocab_size')} is {sizes['draft_vocab_size']}, more than vocab_size "
             f"{vocab_size}"
         )
-    if "speculators_model_type" in top.data:
-        # Serving engines disagree about its default, so only the file's own word counts.
-        sizes["norm_before_residual"] = top.take("norm_before_residual", bool)
-    else:
-        sizes["norm_before_residual"] = top.take("norm_before_residual", bool, False)
     return sizes
 
 
@@ -271,107 +248,101 @@ def _expect_plain_eagle3(top: Fields) -> None:
     top.expect("use_aux", True, None)
 
 
-def _read_boundaries(
-    top: Fields, convention: Convention | None
-) -> tuple[tuple[int, ...] | None, str]:
-    """The boundaries and where they were read; None for the default of every framework."""
-    eagle = top.nested("eagle_config")
-    eagle.expect("use_aux_hidden_state", True, None)
+def _read_boundaries(top: Fields, convention: Convention | None) -> tuple[tuple[int, ...], str]:
+    """The boundaries and where they were read; () for the default of every framework."""
+    eagle, key = top.nested("eagle_config"), "eagle_aux_hidden_state_layer_ids"
+    for option in ("use_aux_hidden_state", "use_last_layernorm", "next_layer_regular"):
+        eagle.expect(option, True, None)
     eagle.expect("use_input_layernorm_in_first_layer", True, None)
-    eagle.expect("use_last_layernorm", True, None)
     eagle.expect("use_mtp_layernorm", False, None)
-    eagle.expect("next_layer_regular", True, None)
     eagle.ignore(EAGLE_IGNORED)
-    key = "eagle_aux_hidden_state_layer_ids"
     found = {fields.place(key): fields.take_ids(key) for fields in (top, eagle)}
-    stated = eagle.take("capture_convention", str, "") or top.take("capture_convention", str, "")
+    stated = [fields.take("capture_convention", str, "") for fields in (top, eagle)]
     eagle.finish()
     problems, given = top.problems, {where: ids for where, ids in found.items() if ids}
     if not given:
-        return None, f"no {key} in config.json: the default (2, n // 2, n - 3) of EAGLE and vLLM"
+        return (), f"no {key} in config.json: the default (2, n // 2, n - 3) of EAGLE and vLLM"
     if len(set(given.values())) > 1:
         problems.add(" but ".join(f"{where} is {list(ids)}" for where, ids in given.items()))
     where, ids = next(iter(given.items()))
-    if stated not in ("", "before", "after"):
-        problems.add(f"{eagle.place('capture_convention')} is {stated!r}; expected before or after")
-        return None, where
-    why = ""
-    if convention is not None:
-        why = "as asked for"
-    elif stated:
-        convention, why = ("before" if stated == "before" else "after"), "the config says so"
-    elif ids[0] in (1, 2):
-        convention, why = ("after" if ids[0] == 1 else "before"), f"the first id is {ids[0]}"
-    else:
-        problems.add(
-            f"{where} is {list(ids)}, which could mean boundaries {list(ids)} (convention 'before': "
-            f"EAGLE, vLLM) or {[one + 1 for one in ids]} ('after': SpecForge, TorchSpec); say which "
-            "with --capture-convention before|after"
-        )
-        return ids, where
-    boundaries = ids if convention == "before" else tuple(one + 1 for one in ids)
+    read_as, why = _read_convention(problems, where, ids, convention, max(stated))
+    boundaries = ids if read_as == "before" else tuple(one + 1 for one in ids)
     if min(boundaries) < 0:
-        problems.add(f"{where} is {list(ids)}: no boundary comes before the embedding output, 0")
-    elif 0 in boundaries and why == f"the first id is {ids[0]}":
-        problems.add(
-            f"{where} is {list(ids)}: read as {convention!r} that captures boundary 0, the embedding "
-            "output, which no draft is known to want; ask for it with --capture-convention"
-        )
-    return boundaries, f"{where} {list(ids)}, convention {convention!r} ({why})"
+        problems.add(f"{where} is {list(ids)}: no boundary comes before 0, the embedding output")
+    return boundaries, f"{where} {list(ids)}, convention {read_as!r} ({why})"
+
+
+def _read_convention(
+    problems: Problems,
+    where: str,
+    ids: tuple[int, ...],
+    asked_for: Convention | None,
+    stated: str,
+) -> tuple[str, str]:
+    """What the ids mean, and why they are read so.
+
+    A first id of 1 is what SpecForge's default layers give, a first id of 2 what EAGLE's do; any
+    other first id leaves it open. So boundary 0, the embedding, is read only when asked for.
+    """
+    if asked_for is not None:
+        return asked_for, "as asked for"
+    if stated in ("before", "after"):
+        return stated, "the config says so"
+    if stated:
+        problems.add(f"config.json: capture_convention is {stated!r}; expected before or after")
+        return "before", ""
+    if ids[0] in (1, 2) and 0 not in ids:
+        return {1: "after", 2: "before"}[ids[0]], f"the first id is {ids[0]}"
+    problems.add(
+        f"{where} is {list(ids)}, which could mean boundaries {list(ids)} (convention 'before': "
+        f"EAGLE, vLLM) or {[one + 1 for one in ids]} ('after': SpecForge, TorchSpec); say which "
+        "with --capture-convention before|after"
+    )
+    return "before", ""
 
 
 def _vocab_map(source: Source, draft_vocab: int, vocab: int, problems: Problems) -> Rule:
     """The rule of `target_of_draft`, from `d2t` (offsets) and, to compare with it, `t2d`."""
     d2t_name, t2d_name = _find(source, "d2t"), _find(source, "t2d")
-    if d2t_name not in source.tensors and draft_vocab < vocab:
-        problems.add(
-            f"tensor {d2t_name} is missing: draft_vocab_size is {draft_vocab} of vocab_size {vocab}, "
-            "and nothing else says which tokens those are"
-        )
     d2t = Want(d2t_name, (draft_vocab,), ("I64", "I32")) if d2t_name in source.tensors else None
     t2d = Want(t2d_name, (vocab,), ("BOOL",)) if t2d_name in source.tensors else None
+    if d2t is None and draft_vocab < vocab:
+        problems.add(
+            f"tensor d2t is missing: draft_vocab_size is {draft_vocab} of vocab_size {vocab}, and "
+            "nothing else says which tokens those are"
+        )
 
     def build(reader: Reader) -> tuple[np.ndarray, ...]:
         ids = np.arange(draft_vocab, dtype=np.int64)
         if d2t is not None:
             ids = ids + reader.read(d2t)
-        num_outside = int(((ids < 0) | (ids >= vocab)).sum())
-        if num_outside:
-            at = int(np.flatnonzero((ids < 0) | (ids >= vocab))[0])
-            reader.report(
-                f"tensor {d2t_name}: {num_outside} of {draft_vocab} draft ids map outside the "
-                f"target's vocabulary of {vocab}, the first is draft id {at}, to {int(ids[at])}; its "
-                "values are offsets from the draft id"
-            )
-        elif len(np.unique(ids)) != draft_vocab:
-            values, counts = np.unique(ids, return_counts=True)
-            reader.report(
-                f"tensor {d2t_name}: {draft_vocab - len(values)} draft ids are duplicates, as target "
-                f"id {int(values[counts > 1][0])}; every draft id needs a token of its own"
-            )
-        elif t2d is not None:
-            is_kept = np.zeros(vocab, bool)
-            is_kept[ids] = True
-            num_wrong = int((is_kept != reader.read(t2d)).sum())
-            if num_wrong:
-                reader.report(
-                    f"tensors {d2t_name} and {t2d_name} disagree about {num_wrong} of {vocab} tokens"
-                )
+        is_kept = None if t2d is None else reader.read(t2d)
+        _check_vocab_map(reader, ids, vocab, is_kept)
         return (ids.astype(np.int32),)
 
     wants = tuple(want for want in (d2t, t2d) if want is not None)
     return Rule("draft", None, ("target_of_draft",), wants, build)
 
 
-def _copy(leaf: str, want: Want) -> Rule:
-    return Rule("draft", None, (leaf,), (want,), lambda reader: (reader.read(want),))
-
-
-def _transposed(leaf: str, want: Want) -> Rule:
-    build = lambda reader: (transforms.transpose(reader.read(want)),)
-    return Rule("draft", None, (leaf,), (want,), build)
-
-
-def _to_heads(leaf: str, want: Want, heads: int) -> Rule:
-    build = lambda reader: (transforms.heads_out(reader.read(want), heads),)
-    return Rule("draft", None, (f"attention.{leaf}",), (want,), build)
+def _check_vocab_map(
+    reader: Reader, ids: np.ndarray, vocab: int, is_kept: np.ndarray | None
+) -> None:
+    """Reports ids out of range, twice, or other than the ones `t2d` keeps."""
+    outside = np.flatnonzero((ids < 0) | (ids >= vocab))
+    if len(outside):
+        reader.report(
+            f"tensor d2t: {len(outside)} of {len(ids)} draft ids map outside the target's "
+            f"vocabulary of {vocab}, the first is draft id {outside[0]}, to {ids[outside[0]]}; "
+            "its values are offsets from the draft id"
+        )
+        return
+    values, counts = np.unique(ids, return_counts=True)
+    if len(values) < len(ids):
+        reader.report(
+            f"tensor d2t: {len(ids) - len(values)} draft ids are duplicates, as of target id "
+            f"{values[counts > 1][0]}; every draft id needs a token of its own"
+        )
+    if is_kept is not None:
+        num_wrong = int((np.isin(np.arange(vocab), ids) != is_kept).sum())
+        if num_wrong:
+            reader.report(f"tensors d2t and t2d disagree about {num_wrong} of {vocab} tokens")

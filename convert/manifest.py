@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxspec.config import RotaryConfig, TargetConfig, Yarn
-from jaxspec.convert.drafts import DraftFacts
+from jaxspec.config import DraftConfig, RotaryConfig, TargetConfig, Yarn
+from jaxspec.contracts import Boundaries
 from jaxspec.convert.fields import Claim
 from jaxspec.convert.problems import CheckpointError
 
@@ -22,7 +22,7 @@ class Manifest:
 
     Attributes:
       identity: name and fingerprint of the weights.
-      facts: of a target its `TargetConfig`, of a draft its `DraftFacts`.
+      config: what the model is made from.
       leaves: `{"path", "shape", "dtypes", "bytes"}` of each parameter, stacked.
       pieces: `{"name", "layer"}` of each directory under `params/`, in order.
       sources: `{"file", "bytes", "sha256"}`; the hash is None where nothing was converted.
@@ -31,7 +31,7 @@ class Manifest:
 
     kind: Literal["target", "draft"]
     identity: str
-    facts: TargetConfig | DraftFacts
+    config: TargetConfig | DraftConfig
     claims: dict[str, Claim]
     leaves: list[dict[str, Any]]
     pieces: list[dict[str, Any]]
@@ -44,8 +44,7 @@ class Manifest:
         data = {"format": FORMAT} | {
             field.name: getattr(self, field.name) for field in dataclasses.fields(self)
         }
-        data["facts"] = dataclasses.asdict(self.facts)
-        data["facts"].pop("claims", None)
+        data["config"] = dataclasses.asdict(self.config)
         data["claims"] = {name: dataclasses.asdict(claim) for name, claim in self.claims.items()}
         return data
 
@@ -73,26 +72,23 @@ def read_manifest(directory: Path) -> Manifest:
         )
     try:
         claims = {name: Claim(**claim) for name, claim in data["claims"].items()}
-        read = _target_config if data["kind"] == "target" else _draft_facts
         rest = {
             field.name: data[field.name]
             for field in dataclasses.fields(Manifest)
-            if field.name not in ("facts", "claims")
+            if field.name not in ("config", "claims")
         }
-        return Manifest(facts=read(data["facts"], claims), claims=claims, **rest)
+        return Manifest(config=_config(data["kind"], data["config"]), claims=claims, **rest)
     except (KeyError, TypeError) as error:
         raise CheckpointError(str(directory), [f"{MANIFEST}: incomplete ({error})"]) from error
 
 
-def _rotary(data: dict[str, Any]) -> RotaryConfig:
-    return RotaryConfig(**data | {"yarn": data["yarn"] and Yarn(**data["yarn"])})
-
-
-def _target_config(data: dict[str, Any], claims: dict[str, Claim]) -> TargetConfig:
-    eos = tuple(data["eos_token_ids"])
-    return TargetConfig(**data | {"rotary": _rotary(data["rotary"]), "eos_token_ids": eos})
-
-
-def _draft_facts(data: dict[str, Any], claims: dict[str, Claim]) -> DraftFacts:
-    ids = data["ids"] and tuple(data["ids"])
-    return DraftFacts(**data | {"rotary": _rotary(data["rotary"]), "ids": ids, "claims": claims})
+def _config(kind: str, data: dict[str, Any]) -> TargetConfig | DraftConfig:
+    """The config, back from JSON: nested objects are dataclasses again, lists tuples."""
+    rotary, yarn = data["rotary"], data["rotary"]["yarn"]
+    rotary = RotaryConfig(**rotary | {"yarn": None if yarn is None else Yarn(**yarn)})
+    if kind == "target":
+        eos = tuple(data["eos_token_ids"])
+        return TargetConfig(**data | {"rotary": rotary, "eos_token_ids": eos})
+    want = data["boundaries"]
+    boundaries = Boundaries(**want | {"ids": tuple(want["ids"])})
+    return DraftConfig(**data | {"rotary": rotary, "boundaries": boundaries})

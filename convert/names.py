@@ -1,28 +1,22 @@
 """The tensors of a target, by Hugging Face's names, and the parameters they become."""
 
-import collections
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from jaxspec.config import TargetConfig
 from jaxspec.convert import transforms
-from jaxspec.convert.configs import Quantization
-from jaxspec.convert.plan import Reader, Rule, UnusedRule, Want
+from jaxspec.convert.matrices import Matrices, experts_rule
+from jaxspec.convert.plan import Reader, Rule, UnusedRule, Want, simple_rule
 from jaxspec.convert.problems import Problems
-from jaxspec.convert.source import DTYPES, Source
+from jaxspec.convert.source import Source
 
 __all__ = ["find_prefix", "target_rules", "unused_target_tensors"]
 
 PREFIXES = ("language_model.model.", "language_model.", "model.")
 """In front of `embed_tokens` and `layers`: Kimi-K2.5, its NVFP4 release, and flat checkpoints."""
 HEADS = ("language_model.lm_head.weight", "lm_head.weight")
-NUM_READERS = 8
-"""Experts read and repacked at once: numpy and file reads run beside each other."""
-
-Build = Callable[[Reader], tuple[np.ndarray, ...]]
 
 
 def find_prefix(source: Source, problems: Problems) -> tuple[str, str]:
@@ -31,235 +25,136 @@ def find_prefix(source: Source, problems: Problems) -> tuple[str, str]:
     Raises:
       CheckpointError: no prefix, or more than one, has an embedding.
     """
-    found = [prefix for prefix in PREFIXES if f"{prefix}embed_tokens.weight" in source.tensors]
+    embeddings = [f"{prefix}embed_tokens.weight" for prefix in PREFIXES]
+    found = [name for name in embeddings if name in source.tensors]
     if len(found) != 1:
-        tried = ", ".join(f"{prefix}embed_tokens.weight" for prefix in PREFIXES)
         problems.add(
-            f"expected one embedding among {tried}; found "
-            f"{', '.join(f'{prefix}embed_tokens.weight' for prefix in found) or 'none'}"
+            f"expected one embedding among {', '.join(embeddings)}; found "
+            f"{', '.join(found) or 'none'}"
         )
         problems.raise_any()
+    prefix = found[0].removesuffix("embed_tokens.weight")
     heads = [head for head in HEADS if head in source.tensors]
     # A second head stays unclaimed, and is reported as a tensor that nothing knows.
-    return found[0], heads[0] if heads else HEADS[found[0] == "model."]
+    return prefix, heads[0] if heads else HEADS[prefix == "model."]
 
 
 def unused_target_tensors(prefix: str, config: TargetConfig, num_extra: int) -> list[UnusedRule]:
-    """The tensors of a target checkpoint that no parameter is built from."""
-    first, layer = config.num_hidden_layers, re.escape(f"{prefix}layers.")
-    extra = "|".join(str(first + index) for index in range(num_extra)) or "(?!)"
-    return [
+    """The tensors of a target checkpoint that no parameter is built from.
+
+    Args:
+      num_extra: multi-token-prediction layers, numbered after the decoder's own.
+    """
+    layers, first = re.escape(f"{prefix}layers."), config.num_hidden_layers
+    unused = [
         UnusedRule(
-            re.compile(layer + r"\d+\.self_attn\.rotary_emb\.inv_freq"),
+            re.compile(layers + r"\d+\.self_attn\.rotary_emb\.inv_freq"),
             "stale: rotary frequencies are computed from the config",
         ),
         UnusedRule(
             re.compile(r"(vision_tower|mm_projector|multi_modal_projector)\..*"),
             "vision: present and not converted",
         ),
-        UnusedRule(
-            re.compile(rf"{layer}({extra})\..*"),
-            "multi-token-prediction layer (num_nextn_predict_layers), which is no draft here",
-        ),
     ]
+    for index in range(first, first + num_extra):
+        reason = "multi-token-prediction layer: present and not converted"
+        unused.append(UnusedRule(re.compile(rf"{layers}{index}\..*"), reason))
+    return unused
 
 
 def target_rules(
-    source: Source,
-    prefix: str,
-    head: str,
-    config: TargetConfig,
-    quantization: Quantization,
+    matrices: Matrices, prefix: str, head: str, config: TargetConfig
 ) -> Iterator[Rule]:
     """The rules of a target, piece by piece in the order of the model."""
-    tensors = _Tensors(source, quantization)
     c = config
     vocab = (c.vocab_size, c.hidden_size)
-    yield _copy("embed", None, "embed", Want(f"{prefix}embed_tokens.weight", vocab))
+    yield simple_rule("embed", None, "embed", Want(f"{prefix}embed_tokens.weight", vocab))
     for index in range(c.num_hidden_layers):
-        yield from _layer(tensors, f"{prefix}layers.{index}.", index, config)
-    norm = Want(f"{prefix}norm.weight", (c.hidden_size,))
-    yield _copy("norm", None, "norm.weight", norm)
-    yield _transposed("head", None, "head", Want(head, vocab))
+        yield from _Layer(matrices, prefix, index, config).rules()
+    yield simple_rule("norm", None, "norm.weight", Want(f"{prefix}norm.weight", (c.hidden_size,)))
+    yield simple_rule("head", None, "head", Want(head, vocab), transforms.transpose)
 
 
-class _Tensors:
-    """Wants for matrices, as this checkpoint stores them."""
-
-    def __init__(self, source: Source, quantization: Quantization) -> None:
-        self.source, self.quantization = source, quantization
-
-    def matrix(self, name: str, out: int, in_features: int) -> Want:
-        """The weight of a linear layer, plain or, where the config says so, float8 in blocks."""
-        weight, info = f"{name}.weight", self.source.tensors.get(f"{name}.weight")
-        if self.quantization.kind != "fp8" or info is None or info.dtype != "F8_E4M3":
-            return Want(weight, (out, in_features))
-        rows, columns = self.quantization.block
-        blocks = (-(-out // rows), -(-in_features // columns))
-        scale = Want(f"{name}.weight_scale_inv", blocks, ("F32",))
-        return Want(weight, (out, in_features), ("F8_E4M3",), scale)
-
-    def packed(self, name: str, out: int, in_features: int) -> tuple[Want, Want, Want]:
-        """An int4 expert matrix: words, scales, and its true shape."""
-        groups = -(-in_features // self.quantization.group_size)
-        return (
-            Want(f"{name}.weight_packed", (out, -(-in_features // 8)), ("I32",)),
-            Want(f"{name}.weight_scale", (out, groups), ("BF16",)),
-            Want(f"{name}.weight_shape", (2,), ("I32", "I64")),
-        )
-
-
-def _layer(tensors: _Tensors, name: str, index: int, config: TargetConfig) -> Iterator[Rule]:
+class _Layer:
     """The rules of one decoder layer."""
-    c, piece = config, f"layer_{index:03d}"
-    is_dense = index < c.first_k_dense_replace
-    stack, layer = ("dense", index) if is_dense else ("sparse", index - c.first_k_dense_replace)
-    width, attention = c.hidden_size, f"{stack}.attention"
-    for leaf, norm in (
-        ("input_norm", "input_layernorm"),
-        ("post_norm", "post_attention_layernorm"),
-    ):
-        yield _copy(piece, layer, f"{stack}.{leaf}.weight", Want(f"{name}{norm}.weight", (width,)))
-    for leaf, norm, size in (
-        ("q_a_norm", "q_a_layernorm", c.q_lora_rank),
-        ("kv_a_norm", "kv_a_layernorm", c.kv_lora_rank),
-    ):
-        want = Want(f"{name}self_attn.{norm}.weight", (size,))
-        yield _copy(piece, layer, f"{attention}.{leaf}.weight", want)
-    heads, key, value = c.num_attention_heads, c.qk_nope_head_dim, c.v_head_dim
-    rotary, matrix = c.qk_rope_head_dim, lambda part, *shape: tensors.matrix(name + part, *shape)
-    q_a = matrix("self_attn.q_a_proj", c.q_lora_rank, width)
-    yield _transposed(piece, layer, f"{attention}.q_a", q_a)
-    q_b = matrix("self_attn.q_b_proj", heads * (key + rotary), c.q_lora_rank)
-    yield Rule(
-        piece,
-        layer,
-        (f"{attention}.q_b",),
-        (q_b,),
-        lambda reader: (transforms.heads_out(reader.read(q_b), heads),),
-    )
-    kv_a = matrix("self_attn.kv_a_proj_with_mqa", c.kv_lora_rank + rotary, width)
-    yield _transposed(piece, layer, f"{attention}.kv_a", kv_a)
-    kv_b = matrix("self_attn.kv_b_proj", heads * (key + value), c.kv_lora_rank)
-    yield Rule(
-        piece,
-        layer,
-        (f"{attention}.k_up", f"{attention}.v_up"),
-        (kv_b,),
-        lambda reader: transforms.split_kv(reader.read(kv_b), heads, key),
-    )
-    out = matrix("self_attn.o_proj", width, heads * value)
-    yield Rule(
-        piece,
-        layer,
-        (f"{attention}.out",),
-        (out,),
-        lambda reader: (transforms.heads_in(reader.read(out), heads),),
-    )
-    if is_dense:
-        yield from _mlp(
-            tensors, piece, layer, "dense.mlp", f"{name}mlp.", width, c.intermediate_size
+
+    def __init__(self, matrices: Matrices, prefix: str, index: int, config: TargetConfig) -> None:
+        num_dense = config.first_k_dense_replace
+        self.matrices, self.config = matrices, config
+        self.name, self.piece = f"{prefix}layers.{index}.", f"layer_{index:03d}"
+        self.is_dense = index < num_dense
+        self.stack = "dense" if self.is_dense else "sparse"
+        self.layer = index if self.is_dense else index - num_dense
+
+    def rules(self) -> Iterator[Rule]:
+        """All of them; [out, in] of each matrix stands here as in the file."""
+        c = self.config
+        yield self.norm("input_norm", "input_layernorm", c.hidden_size)
+        yield self.norm("post_norm", "post_attention_layernorm", c.hidden_size)
+        yield from self.attention()
+        if self.is_dense:
+            yield from self.mlp("mlp", "mlp.", c.intermediate_size)
+            return
+        yield self.router()
+        shared = c.n_shared_experts * c.moe_intermediate_size
+        yield from self.mlp("shared", "mlp.shared_experts.", shared)
+        experts = f"{self.name}mlp.experts."
+        yield experts_rule(self.matrices, self.piece, self.layer, experts, c)
+
+    def attention(self) -> Iterator[Rule]:
+        c = self.config
+        width, query, latent = c.hidden_size, c.q_lora_rank, c.kv_lora_rank
+        heads, key, value = c.num_attention_heads, c.qk_nope_head_dim, c.v_head_dim
+        rotary = c.qk_rope_head_dim
+        yield self.matrix("attention.q_a", "self_attn.q_a_proj", (query, width))
+        yield self.norm("attention.q_a_norm", "self_attn.q_a_layernorm", query)
+        q_b = (heads * (key + rotary), query)
+        yield self.matrix("attention.q_b", "self_attn.q_b_proj", q_b, transforms.heads_out, heads)
+        kv_a = (latent + rotary, width)
+        yield self.matrix("attention.kv_a", "self_attn.kv_a_proj_with_mqa", kv_a)
+        yield self.norm("attention.kv_a_norm", "self_attn.kv_a_layernorm", latent)
+        kv_b = self.matrices.plain(f"{self.name}self_attn.kv_b_proj", heads * (key + value), latent)
+        yield Rule(
+            self.piece,
+            self.layer,
+            (f"{self.stack}.attention.k_up", f"{self.stack}.attention.v_up"),
+            (kv_b,),
+            lambda reader: transforms.split_kv(reader.read(kv_b), heads, key),
         )
-        return
-    router = Want(f"{name}mlp.gate.weight", (c.n_routed_experts, width))
-    bias = Want(f"{name}mlp.gate.e_score_correction_bias", (c.n_routed_experts,))
-    yield Rule(
-        piece,
-        layer,
-        ("sparse.router.weight", "sparse.router.bias"),
-        (router, bias),
-        # f32 whatever the file's type: a routing decision is never rounded.
-        lambda reader: (
-            transforms.transpose(reader.read(router).astype(np.float32)),
-            reader.read(bias).astype(np.float32),
-        ),
-    )
-    shared = c.n_shared_experts * c.moe_intermediate_size
-    yield from _mlp(
-        tensors, piece, layer, "sparse.shared", f"{name}mlp.shared_experts.", width, shared
-    )
-    yield _experts(tensors, piece, layer, f"{name}mlp.experts.", config)
+        out = (width, heads * value)
+        yield self.matrix("attention.out", "self_attn.o_proj", out, transforms.heads_in, heads)
 
+    def mlp(self, leaf: str, name: str, hidden: int) -> Iterator[Rule]:
+        width = self.config.hidden_size
+        yield self.matrix(f"{leaf}.gate", f"{name}gate_proj", (hidden, width))
+        yield self.matrix(f"{leaf}.up", f"{name}up_proj", (hidden, width))
+        yield self.matrix(f"{leaf}.down", f"{name}down_proj", (width, hidden))
 
-def _mlp(
-    tensors: _Tensors, piece: str, layer: int, path: str, name: str, width: int, hidden: int
-) -> Iterator[Rule]:
-    for part, *shape in (("gate", hidden, width), ("up", hidden, width), ("down", width, hidden)):
-        want = tensors.matrix(f"{name}{part}_proj", *shape)
-        yield _transposed(piece, layer, f"{path}.{part}", want)
+    def router(self) -> Rule:
+        """In f32 whatever the file's type: a routing decision is never rounded."""
+        c = self.config
+        weight = Want(f"{self.name}mlp.gate.weight", (c.n_routed_experts, c.hidden_size))
+        bias = Want(f"{self.name}mlp.gate.e_score_correction_bias", (c.n_routed_experts,))
 
+        def build(reader: Reader) -> tuple[np.ndarray, ...]:
+            weight_DE = transforms.transpose(reader.read(weight))
+            return weight_DE.astype(np.float32), reader.read(bias).astype(np.float32)
 
-def _experts(tensors: _Tensors, piece: str, layer: int, name: str, config: TargetConfig) -> Rule:
-    """The routed experts of one layer: gathered into one array per kind, gate before up."""
-    c, quantization = config, tensors.quantization
-    shape_of = {
-        "gate": (c.moe_intermediate_size, c.hidden_size),
-        "up": (c.moe_intermediate_size, c.hidden_size),
-        "down": (c.hidden_size, c.moe_intermediate_size),
-    }
-    slots = {
-        (expert, part): f"{name}{expert}.{part}_proj"
-        for expert in range(c.n_routed_experts)
-        for part in shape_of
-    }
-    is_packed = quantization.kind == "int4"
-    wants: dict[tuple[int, str], tuple[Want, ...]] = {
-        slot: tensors.packed(tensor, *shape_of[slot[1]])
-        if is_packed
-        else (tensors.matrix(tensor, *shape_of[slot[1]]),)
-        for slot, tensor in slots.items()
-    }
+        leaves = ("sparse.router.weight", "sparse.router.bias")
+        return Rule(self.piece, self.layer, leaves, (weight, bias), build)
 
-    def plain_dtype() -> np.dtype:
-        # One array holds them all; from bf16 to f32 nothing is lost.
-        is_f32 = any(tensors.source.tensors[ws[0].name].dtype == "F32" for ws in wants.values())
-        return DTYPES["F32" if is_f32 else "BF16"]
+    def norm(self, leaf: str, name: str, size: int) -> Rule:
+        want = Want(f"{self.name}{name}.weight", (size,))
+        return simple_rule(self.piece, self.layer, f"{self.stack}.{leaf}.weight", want)
 
-    def arrays_of(reader: Reader, slot: tuple[int, str]) -> tuple[np.ndarray, ...]:
-        if is_packed:
-            return _read_packed(reader, wants[slot], shape_of[slot[1]], quantization.group_size)
-        weight = reader.read(wants[slot][0])
-        return transforms.quantize_int4(weight) if c.num_bits else (weight.astype(plain_dtype()),)
-
-    def build(reader: Reader) -> tuple[np.ndarray, ...]:
-        first = {part: arrays_of(reader, (0, part)) for part in shape_of}
-        gate_up = [_empty(c.n_routed_experts, 2, like=array) for array in first["gate"]]
-        down = [_empty(c.n_routed_experts, like=array) for array in first["down"]]
-        views = {"gate": [s[:, 0] for s in gate_up], "up": [s[:, 1] for s in gate_up], "down": down}
-
-        def fill(slot: tuple[int, str]) -> None:
-            expert, part = slot
-            arrays = arrays_of(reader, slot) if expert else first[part]
-            for view, array in zip(views[part], arrays, strict=True):
-                view[expert] = array
-
-        with ThreadPoolExecutor(NUM_READERS) as pool:
-            collections.deque(pool.map(fill, slots), maxlen=0)
-        return (*gate_up, *down)
-
-    parts = ("_words", "_scales") if c.num_bits else ("",)
-    leaves = tuple(f"experts.{kind}{part}" for kind in ("gate_up", "down") for part in parts)
-    return Rule(piece, layer, leaves, tuple(w for ws in wants.values() for w in ws), build)
-
-
-def _empty(*lead: int, like: np.ndarray) -> np.ndarray:
-    return np.empty((*lead, *like.shape), like.dtype)
-
-
-def _read_packed(
-    reader: Reader, wants: tuple[Want, ...], shape: tuple[int, int], group_size: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Words and scales of one expert matrix, in the kernel's layout."""
-    words, scale, true_shape = (reader.read(want) for want in wants)
-    if tuple(true_shape.tolist()) != shape:
-        reader.report(f"tensor {wants[2].name} says {true_shape.tolist()}; expected {list(shape)}")
-    return transforms.repack_words(words), transforms.repack_scales(scale, group_size)
-
-
-def _copy(piece: str, layer: int | None, leaf: str, want: Want) -> Rule:
-    return Rule(piece, layer, (leaf,), (want,), lambda reader: (reader.read(want),))
-
-
-def _transposed(piece: str, layer: int | None, leaf: str, want: Want) -> Rule:
-    build = lambda reader: (transforms.transpose(reader.read(want)),)
-    return Rule(piece, layer, (leaf,), (want,), build)
+    def matrix(
+        self,
+        leaf: str,
+        name: str,
+        shape: tuple[int, int],
+        transform: Callable[..., np.ndarray] = transforms.transpose,
+        *args: int,
+    ) -> Rule:
+        want = self.matrices.plain(self.name + name, *shape)
+        leaf = f"{self.stack}.{leaf}"
+        return simple_rule(self.piece, self.layer, leaf, want, transform, *args)

@@ -18,7 +18,17 @@ from jaxspec.convert import transforms
 from jaxspec.convert.problems import Problems
 from jaxspec.convert.source import Source
 
-__all__ = ["FLOAT", "Piece", "Reader", "Rule", "UnusedRule", "Want", "check_plan", "make_pieces"]
+__all__ = [
+    "FLOAT",
+    "Piece",
+    "Reader",
+    "Rule",
+    "UnusedRule",
+    "Want",
+    "check_plan",
+    "make_pieces",
+    "simple_rule",
+]
 
 FLOAT = ("BF16", "F32")
 """Element types of plain weights."""
@@ -60,6 +70,23 @@ class Rule:
     leaves: tuple[str, ...]
     wants: tuple[Want, ...]
     build: Callable[["Reader"], tuple[np.ndarray, ...]]
+
+
+def simple_rule(
+    piece: str,
+    layer: int | None,
+    leaf: str,
+    want: Want,
+    transform: Callable[..., np.ndarray] | None = None,
+    *args: int,
+) -> Rule:
+    """The rule of one leaf that is one tensor, as it is or as `transform(tensor, *args)`."""
+
+    def build(reader: "Reader") -> tuple[np.ndarray, ...]:
+        tensor = reader.read(want)
+        return (tensor if transform is None else transform(tensor, *args),)
+
+    return Rule(piece, layer, (leaf,), (want,), build)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,11 +9,12 @@ from typing import Any, Literal
 import numpy as np
 from flax import nnx
 
-from jaxspec.config import Numerics, TargetConfig
+from jaxspec.config import DraftConfig, Numerics, TargetConfig
 from jaxspec.contracts import Boundaries
 from jaxspec.convert import drafts, names
 from jaxspec.convert.configs import LatentNormEps, Quantization, read_target_config
 from jaxspec.convert.fields import Claim
+from jaxspec.convert.matrices import Matrices
 from jaxspec.convert.plan import FLOAT, Piece, Reader, Rule, check_plan, make_pieces
 from jaxspec.convert.problems import Problems
 from jaxspec.convert.source import Source
@@ -53,14 +54,13 @@ class Prepared:
     """A checkpoint whose headers hold no problem.
 
     Attributes:
-      facts: of a target its `TargetConfig`, of a draft its `DraftFacts`.
       claims: every fact, with where it was read.
       unused: tensors that no parameter is built from, `{"tensor", "reason"}` each.
     """
 
     kind: Literal["target", "draft"]
     identity: str
-    facts: TargetConfig | drafts.DraftFacts
+    config: TargetConfig | DraftConfig
     claims: dict[str, Claim]
     rules: list[Rule]
     unused: list[dict[str, str]]
@@ -78,11 +78,8 @@ def abstract_target(config: TargetConfig, numerics: Numerics, identity: str) -> 
     return nnx.eval_shape(lambda: Target(config, numerics, identity, nnx.Rngs(0)))
 
 
-def abstract_draft(
-    facts: drafts.DraftFacts, boundaries: Boundaries, numerics: Numerics, identity: str
-) -> Draft:
+def abstract_draft(config: DraftConfig, numerics: Numerics, identity: str) -> Draft:
     """The draft with shapes in place of arrays."""
-    config = facts.config_for(boundaries)
     return nnx.eval_shape(lambda: Draft(config, numerics, nnx.Rngs(0), identity))
 
 
@@ -117,7 +114,8 @@ def prepare_target(
                 f"size {max(quantization.group_size, GROUP)}"
             )
     problems.raise_any()
-    rules = list(names.target_rules(source, prefix, head, config, quantization))
+    matrices = Matrices(source, quantization)
+    rules = list(names.target_rules(matrices, prefix, head, config))
     left = names.unused_target_tensors(prefix, config, facts.num_unused_layers)
     parameters = parameters_of(abstract_target(config, Numerics(), ""))
     unused = check_plan(rules, left, source, parameters, problems)
@@ -142,54 +140,56 @@ def prepare_draft(
       CheckpointError: everything that is wrong with its config and headers.
     """
     problems = Problems(str(source.directory))
-    facts = drafts.read_draft(source, problems, convention)
-    rules = list(drafts.draft_rules(source, facts, problems))
-    boundaries = Boundaries("", facts.ids or (1, 2, 3), facts.chunk_width, facts.origin)
-    parameters = parameters_of(abstract_draft(facts, boundaries, Numerics(), ""))
-    unused = check_plan(rules, drafts.unused_in_draft(), source, parameters, problems)
+    config, claims = drafts.read_draft(source, problems, convention)
+    rules = list(drafts.draft_rules(source, config, problems))
+    parameters = parameters_of(abstract_draft(config, Numerics(), ""))
+    unused = check_plan(rules, drafts.unused_draft_tensors(), source, parameters, problems)
     problems.raise_any()
-    claims = dict(facts.claims)
+    sizes = dataclasses.asdict(config)
+    del sizes["boundaries"]
+    identity = f"eagle3@{_fingerprint(sizes, rules, source, 'fc')}"
+    claims["target"] = Claim(None, "nothing in the checkpoint names it")
     if target is not None:
-        tied = tie(facts, target, problems, "by convert --target")
+        config = tie(config, target, problems, "by convert --target")
         problems.raise_any()
-        facts = dataclasses.replace(facts, ids=tied.ids, origin=tied.origin, target=tied.target)
-        claims["boundaries"] = Claim(list(tied.ids), tied.origin)
-    claims["target"] = Claim(facts.target, "convert --target" if facts.target else "not tied")
-    identity = f"eagle3@{_fingerprint(facts.sizes, rules, source, 'fc')}"
-    return Prepared("draft", identity, facts, claims, rules, unused, source, Quantization("none"))
+        claims["boundaries"] = Claim(list(config.boundaries.ids), config.boundaries.origin)
+        claims["target"] = Claim(target.identity, "convert --target")
+    none = Quantization("none")
+    return Prepared("draft", identity, config, claims, rules, unused, source, none)
 
 
-def tie(facts: drafts.DraftFacts, target: TargetCard, problems: Problems, when: str) -> Boundaries:
-    """The claim of a draft that belongs to `target`; shapes that cannot belong become problems.
+def tie(config: DraftConfig, target: TargetCard, problems: Problems, when: str) -> DraftConfig:
+    """The config of a draft that belongs to `target`; shapes that cannot belong become problems.
 
     Args:
-      when: how the tie came about, for the claim's origin.
+      when: how the tie came about, for the origin of the claim.
     """
-    s, c = facts.sizes, target.config
-    layers = c.num_hidden_layers
-    ids = facts.ids or (2, layers // 2, layers - 3)
+    want, of_target = config.boundaries, target.config
+    layers = of_target.num_hidden_layers
+    ids = want.ids or (2, layers // 2, layers - 3)
     if min(ids) < 0 or max(ids) > layers:
         problems.add(
-            f"boundaries {ids} [{facts.origin}]: {target.identity} has boundaries 0 (the embedding "
+            f"boundaries {ids} [{want.origin}]: {target.identity} has boundaries 0 (the embedding "
             f"output) to {layers} (before the final norm)"
         )
-    if facts.chunk_width != c.hidden_size:
+    if want.width != of_target.hidden_size:
         problems.add(
-            f"the draft's fc takes states {facts.chunk_width} wide, {target.identity} has "
-            f"hidden_size {c.hidden_size}"
+            f"the draft's fc takes states {want.width} wide; {target.identity} has hidden_size "
+            f"{of_target.hidden_size}"
         )
-    if s["vocab_size"] != c.vocab_size:
+    if config.vocab_size != of_target.vocab_size:
         problems.add(
-            f"the draft's vocab_size is {s['vocab_size']}, that of {target.identity} {c.vocab_size}"
+            f"the draft's vocab_size is {config.vocab_size}; that of {target.identity} is "
+            f"{of_target.vocab_size}"
         )
-    borrowed = [name for name in ("embedding", "head") if not s[f"has_{name}"]]
-    if borrowed and s["hidden_size"] != c.hidden_size:
+    if not (config.has_embedding and config.has_head) and want.width != config.hidden_size:
         problems.add(
-            f"the draft has no {' and no '.join(borrowed)} of its own, and its hidden_size "
-            f"{s['hidden_size']} is not the {c.hidden_size} of {target.identity}"
+            f"the draft's hidden_size is {config.hidden_size}, and it borrows the embedding or the "
+            f"head of a target {want.width} wide"
         )
-    origin = f"{facts.origin}; tied to this target {when}"
-    return Boundaries(target.identity, tuple(ids), c.hidden_size, origin)
+    origin = f"{want.origin}; tied to this target {when}"
+    tied = Boundaries(target.identity, ids, want.width, origin)
+    return dataclasses.replace(config, boundaries=tied)
 
 
 def _fingerprint(function: dict[str, Any], rules: list[Rule], source: Source, row_of: str) -> str:

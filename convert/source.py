@@ -177,11 +177,11 @@ def _read_header(path: Path, problems: Problems) -> dict[str, TensorInfo]:
             return {}
         try:
             header = json.loads(stream.read(length))
-            entries = {
-                name: (entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
-                for name, entry in header.items()
-                if name != "__metadata__"
-            }
+            entries: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
+            for name, entry in header.items():
+                if name != "__metadata__":
+                    start, end = entry["data_offsets"]
+                    entries[name] = (entry["dtype"], tuple(entry["shape"]), start, end)
         except (ValueError, KeyError, TypeError, AttributeError):
             problems.add(f"{file}: its safetensors header cannot be read")
             return {}

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxspec.config import Numerics, TargetConfig
-from jaxspec.contracts import Boundaries
+from jaxspec.config import DraftConfig, Numerics, TargetConfig
 from jaxspec.convert.configs import LatentNormEps
-from jaxspec.convert.drafts import NUM_DEFAULT_BOUNDARIES, Convention, DraftFacts
+from jaxspec.convert.drafts import NUM_DEFAULT_BOUNDARIES, UNTIED, Convention
 from jaxspec.convert.manifest import Manifest, is_converted, read_manifest
 from jaxspec.convert.plan import Piece
 from jaxspec.convert.prepare import (
@@ -82,7 +81,7 @@ def load_target(
     """
     directory = locate(path)
     found = _open(directory, "target", lambda source: prepare_target(source, experts))
-    config = found.facts
+    config = found.config
     assert isinstance(config, TargetConfig)
     if experts == "int4" and config.num_bits is None:
         raise CheckpointError(
@@ -118,27 +117,28 @@ def load_draft(
     """
     directory = locate(path)
     found = _open(directory, "draft", lambda source: prepare_draft(source, capture_convention))
-    facts, problems = found.facts, Problems(str(directory))
-    assert isinstance(facts, DraftFacts)
+    config, problems = found.config, Problems(str(directory))
+    assert isinstance(config, DraftConfig)
     if isinstance(found, Manifest) and capture_convention is not None:
-        problems.add(f"converted already; its boundaries are {facts.ids} [{facts.origin}]")
-    if facts.ids is None and capture is not None:
+        problems.add(
+            "converted already, which settled what its boundary ids mean: "
+            f"{config.boundaries.ids} [{config.boundaries.origin}]; convert it again with another "
+            "--capture-convention"
+        )
+    if not config.boundaries.ids and capture is not None:
         if len(capture) != NUM_DEFAULT_BOUNDARIES:
             problems.add(
                 f"--capture names {len(capture)} boundaries {capture}; the draft's fc takes "
                 f"{NUM_DEFAULT_BOUNDARIES}"
             )
-            problems.raise_any()
-        facts = dataclasses.replace(facts, ids=capture, origin="set by --capture; it states none")
-    if facts.target is None:
+        said = {"ids": capture, "origin": "set by --capture; the checkpoint states none"}
+        boundaries = dataclasses.replace(config.boundaries, **said)
+        config = dataclasses.replace(config, boundaries=boundaries)
+    if config.boundaries.target == UNTIED:
         card = TargetCard(target.identity, target.config)
-        boundaries = tie(facts, card, problems, "when it was loaded")
-    else:
-        assert facts.ids is not None, "a draft is tied under its boundaries"
-        boundaries = Boundaries(facts.target, facts.ids, facts.chunk_width, facts.origin)
+        config = tie(config, card, problems, "when it was loaded")
     problems.raise_any()
-    model = abstract_draft(facts, boundaries, numerics, found.identity)
-    return _fill(model, directory, found, progress)
+    return _fill(abstract_draft(config, numerics, found.identity), directory, found, progress)
 
 
 def _open(directory: Path, kind: str, prepare: Callable[[Source], Prepared]) -> Prepared | Manifest:

@@ -1,0 +1,118 @@
+"""Matrices as checkpoints store them: plain, float8 in blocks, int4 in groups; and many as one."""
+
+import collections
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from jaxspec.config import TargetConfig
+from jaxspec.convert import transforms
+from jaxspec.convert.configs import Quantization
+from jaxspec.convert.plan import Reader, Rule, Want
+from jaxspec.convert.source import DTYPES, Source
+
+__all__ = ["Matrices", "experts_rule"]
+
+NUM_READERS = 8
+"""Experts read and repacked at once: numpy and file reads run beside each other."""
+
+
+class Matrices:
+    """What to want for the matrices of one checkpoint."""
+
+    def __init__(self, source: Source, quantization: Quantization) -> None:
+        self.quantization, self._source = quantization, source
+
+    def dtype_of(self, name: str) -> str | None:
+        """Safetensors' name of the weight's element type; None where there is no such tensor."""
+        info = self._source.tensors.get(f"{name}.weight")
+        return info.dtype if info else None
+
+    def plain(self, name: str, out: int, in_features: int) -> Want:
+        """The weight of a linear layer, in float8 where the config and the file say so."""
+        shape = (out, in_features)
+        if self.quantization.kind != "fp8" or self.dtype_of(name) != "F8_E4M3":
+            return Want(f"{name}.weight", shape)
+        rows, columns = self.quantization.block
+        blocks = (-(-out // rows), -(-in_features // columns))
+        scale = Want(f"{name}.weight_scale_inv", blocks, ("F32",))
+        return Want(f"{name}.weight", shape, ("F8_E4M3",), scale)
+
+    def packed(self, name: str, out: int, in_features: int) -> tuple[Want, Want, Want]:
+        """An int4 matrix: words, scales, and its true shape."""
+        return (
+            Want(f"{name}.weight_packed", (out, in_features // 8), ("I32",)),
+            Want(
+                f"{name}.weight_scale",
+                (out, in_features // self.quantization.group_size),
+                ("BF16",),
+            ),
+            Want(f"{name}.weight_shape", (2,), ("I32", "I64")),
+        )
+
+
+def experts_rule(
+    matrices: Matrices, piece: str, layer: int, name: str, config: TargetConfig
+) -> Rule:
+    """The rule of one layer's routed experts: one array per kind, gate before up.
+
+    Args:
+      name: what stands before the expert's number, as in `model.layers.3.mlp.experts.`.
+    """
+    c, quantization = config, matrices.quantization
+    shape_of = {
+        "gate": (c.moe_intermediate_size, c.hidden_size),
+        "up": (c.moe_intermediate_size, c.hidden_size),
+        "down": (c.hidden_size, c.moe_intermediate_size),
+    }
+    slots = [(expert, part) for expert in range(c.n_routed_experts) for part in shape_of]
+    tensor = {slot: f"{name}{slot[0]}.{slot[1]}_proj" for slot in slots}
+    is_packed = quantization.kind == "int4"
+    if is_packed:
+        wants = {slot: matrices.packed(tensor[slot], *shape_of[slot[1]]) for slot in slots}
+    else:
+        wants = {slot: (matrices.plain(tensor[slot], *shape_of[slot[1]]),) for slot in slots}
+    # One array holds them all; from bf16 to f32 nothing is lost.
+    is_f32 = any(matrices.dtype_of(tensor[slot]) == "F32" for slot in slots)
+    plain_dtype = DTYPES["F32" if is_f32 else "BF16"]
+
+    def arrays_of(reader: Reader, slot: tuple[int, str]) -> tuple[np.ndarray, ...]:
+        if not is_packed:
+            weight = reader.read(wants[slot][0])
+            if c.num_bits is None:
+                return (weight.astype(plain_dtype),)
+            return transforms.quantize_int4(weight)
+        words, scale, shape = (reader.read(want) for want in wants[slot])
+        if tuple(shape.tolist()) != shape_of[slot[1]]:
+            reader.report(
+                f"tensor {tensor[slot]}.weight_shape says {shape.tolist()}; expected "
+                f"{list(shape_of[slot[1]])}"
+            )
+        scales = transforms.repack_scales(scale, quantization.group_size)
+        return transforms.repack_words(words), scales
+
+    def build(reader: Reader) -> tuple[np.ndarray, ...]:
+        first = {part: arrays_of(reader, (0, part)) for part in shape_of}
+        gate_up = [_empty(c.n_routed_experts, 2, like=array) for array in first["gate"]]
+        down = [_empty(c.n_routed_experts, like=array) for array in first["down"]]
+        views = {"gate": [s[:, 0] for s in gate_up], "up": [s[:, 1] for s in gate_up], "down": down}
+
+        def fill(slot: tuple[int, str]) -> None:
+            expert, part = slot
+            arrays = arrays_of(reader, slot) if expert else first[part]
+            for view, array in zip(views[part], arrays, strict=True):
+                view[expert] = array
+
+        with ThreadPoolExecutor(NUM_READERS) as pool:
+            # Drawn to the end, so that an error in a thread is raised here.
+            collections.deque(pool.map(fill, slots), maxlen=0)
+        return (*gate_up, *down)
+
+    parts = ("_words", "_scales") if c.num_bits else ("",)
+    leaves = tuple(f"experts.{kind}{part}" for kind in ("gate_up", "down") for part in parts)
+    every_want = tuple(want for slot in slots for want in wants[slot])
+    return Rule(piece, layer, leaves, every_want, build)
+
+
+def _empty(*lead: int, like: np.ndarray) -> np.ndarray:
+    return np.empty((*lead, *like.shape), like.dtype)
