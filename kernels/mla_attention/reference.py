@@ -26,7 +26,7 @@ def mla_attention_reference(
     def f32(array: jax.Array) -> jax.Array:
         return array.astype(jnp.float32)
 
-    is_filled = jnp.arange(slots) < kv_len_B[:, None]
+    is_filled = jnp.arange(slots)[None] < kv_len_B[:, None]
     if sees_BTT is None:
         sees_BTT = jnp.broadcast_to(jnp.tri(tokens, dtype=bool), (batch, tokens, tokens))
     is_seen = jnp.concatenate(
