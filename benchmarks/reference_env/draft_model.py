@@ -11,6 +11,8 @@ from target_model import tensors
 from transformers import LlamaConfig
 
 EMBED = "embed_tokens.weight"
+VOCABULARY_MAPS = ("d2t", "t2d")
+"""Read by trainers and servers, never by the forward pass: logits stay in the draft's ids."""
 
 
 def load_draft(
@@ -57,21 +59,16 @@ def load_draft(
     )
     state = {
         name.replace("midlayer.", "layers.0.", 1): tensor.float()
-        if tensor.is_floating_point()
-        else tensor
         for name, tensor in tensors(directory)
+        if name not in VOCABULARY_MAPS
     }
-    if (
-        not model.use_draft_vocab
-    ):  # a full vocabulary's maps say nothing, and it has no place for them
-        state = {name: tensor for name, tensor in state.items() if name not in ("t2d", "d2t")}
     if EMBED not in state:
         state[EMBED] = _target_embedding(directory, target)
-    # Only a trainer reads these two: the target's head and norm, for the distribution to learn.
-    unused = {"verifier_norm.weight", "verifier_lm_head.weight"}
+    # Only a trainer reads the target's norm and head: they give the distribution to learn.
+    may_miss = {"verifier_norm.weight", "verifier_lm_head.weight", *VOCABULARY_MAPS}
     missing, unknown = model.float().load_state_dict(state, strict=False)
-    if set(missing) != unused or unknown:
-        raise RuntimeError(f"{directory}: missing {set(missing) - unused}, unknown {unknown}")
+    if set(missing) - may_miss or unknown:
+        raise RuntimeError(f"{directory}: missing {set(missing) - may_miss}, unknown {unknown}")
     return model.eval()
 
 

@@ -18,8 +18,7 @@ def read_tokens(path: Path) -> list[list[int]]:
       SystemExit: it holds something else, or an empty sequence.
     """
     sequences = json.loads(path.read_text())
-    is_ids = lambda row: isinstance(row, list) and row and all(isinstance(i, int) for i in row)
-    if not isinstance(sequences, list) or not sequences or not all(map(is_ids, sequences)):
+    if not isinstance(sequences, list) or not sequences or not all(map(_is_ids, sequences)):
         raise SystemExit(f"{path}: expected a JSON list of non-empty lists of token ids")
     return sequences
 
@@ -41,10 +40,15 @@ def read_record(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
             raise SystemExit(
                 f"{path}: metadata says format {metadata.get('format')!r}, expected {FORMAT!r}"
             )
-        return {name: file.get_tensor(name) for name in file.keys()}, metadata
+        names = file.keys()
+        return {name: file.get_tensor(name) for name in names}, metadata
 
 
 def write_record(path: Path, arrays: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
     """Writes a record; every array contiguous, in the dtype it has."""
     arrays = {name: array.contiguous() for name, array in arrays.items()}
     save_file(arrays, path, {"format": FORMAT, **metadata})
+
+
+def _is_ids(row: object) -> bool:
+    return isinstance(row, list) and bool(row) and all(isinstance(i, int) for i in row)

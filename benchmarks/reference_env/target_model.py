@@ -67,7 +67,8 @@ def tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a checkpoint directory, file by file."""
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():
+            names = file.keys()
+            for name in names:
                 yield name, file.get_tensor(name)
 
 

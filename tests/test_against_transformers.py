@@ -1,0 +1,185 @@
+"""The target against transformers' DeepSeek-V3, in f32, from the same directory.
+
+Every boundary and the logits agree within 1e-5 per row (norm-wise), in a pass over the whole
+sequence, in chunks, and token by token; the chosen experts are the same. A choice may differ only
+where transformers' own margin is below `NEAR_TIE`; rows from there on are then left out, counted,
+and printed.
+"""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxspec.cache import commit
+from jaxspec.checkpoint import load_target
+from jaxspec.config import Numerics
+from jaxspec.generate import GenerateConfig, Generator, Request
+from jaxspec.target import Target
+from tests import tiny, torch_reference
+from tests.torch_reference import MINI_TARGET, NEAR_TIE, Record, row_error
+
+TOLERANCE = 1e-5
+MAX_LEFT_OUT = 0.1
+"""Share of rows that near-ties may cost: more of them is another error."""
+MAX_PARTED = 2
+"""Continuations, of 64, that near-ties may cost."""
+
+NAMES = ("tiny-kimi", "tiny-deepseek", "mini-target")
+
+
+def case_of(source: torch_reference.Source, name: str, folder: Path, *options: str):
+    """The directory of a target and transformers' record of it."""
+    directory = torch_reference.target_directory(name, folder)
+    if source == "golden":
+        record = torch_reference.golden("-".join([name, *options[1:]]))
+    else:
+        out = folder / "record.safetensors"
+        record = torch_reference.make_target_record(directory, out, source, *options)
+    record.check_made_from(directory)
+    return directory, record
+
+
+@pytest.fixture(scope="module", params=torch_reference.each_source(NAMES))
+def case(request, tmp_path_factory) -> tuple[Target, Record]:
+    directory, record = case_of(*request.param, tmp_path_factory.mktemp("case"))
+    return load_target(directory, tiny.NUMERICS), record
+
+
+@pytest.mark.parametrize("chunk", [None, 7, 1], ids=["prompt", "chunked", "cached"])
+def test_boundaries_logits_and_experts(case, chunk, capsys):
+    target, record = case
+    show(capsys, compare(run(target, record.arrays["tokens"], chunk), record))
+
+
+@pytest.mark.parametrize("source_and_name", torch_reference.each_source(["tiny-kimi"]))
+def test_rounded_expert_product(source_and_name, tmp_path):
+    """q x scale rounded to bf16, as transformers' own loading leaves it, is a choice of ours too;
+    and it is no small one: the exact product is further away than any tolerance here."""
+    directory, record = case_of(*source_and_name, tmp_path, "--expert-product", "bfloat16")
+    assert record.metadata["expert_product"] == "bfloat16"
+    rounded = Numerics(dtype="float32", expert_product="bfloat16")
+    compare(run(load_target(directory, rounded), record.arrays["tokens"], None), record)
+    exact = run(load_target(directory, tiny.NUMERICS), record.arrays["tokens"], None)
+    is_real, theirs = record.is_real, record.arrays["logits"]
+    assert row_error(exact["logits"][is_real], theirs[is_real]).max() > 1e-3
+
+
+@pytest.mark.parametrize("source_and_name", torch_reference.each_source(["mini-greedy"]))
+def test_greedy_continuations(source_and_name, tmp_path, capsys):
+    """The tokens of `--draft none` are those of transformers' own `generate`, for 64 held-out
+    prompts of different lengths in a batch of 8. A sequence may part where a margin of
+    transformers is below `NEAR_TIE`."""
+    source, name = source_and_name
+    prompts = torch_reference.prompt_ids()
+    if source == "golden":
+        record = torch_reference.golden(name)
+    else:
+        out = tmp_path / "greedy.safetensors"
+        record = torch_reference.make_greedy_record(MINI_TARGET, prompts, out)
+    record.check_made_from(MINI_TARGET)
+    theirs_BN = record.arrays["tokens"]
+    longest, new_tokens = max(map(len, prompts)), theirs_BN.shape[1]
+    config = GenerateConfig(
+        tree=None,
+        batch_size=8,
+        max_new_tokens=new_tokens,
+        context_length=longest + new_tokens,
+        ignore_eos=True,
+    )
+    requests = [Request(tuple(ids)) for ids in prompts]
+    generator = Generator(load_target(MINI_TARGET, tiny.NUMERICS), None, config)
+    ours_BN = np.array([of.tokens for of in generator.run(requests).completions])
+    notes = []
+    for row in np.flatnonzero((ours_BN != theirs_BN).any(-1)):
+        parted = int((ours_BN[row] != theirs_BN[row]).argmax())
+        # A flipped choice of an expert may show in a later token; a near-tie of logits at once.
+        margin = min(
+            record.arrays["logit_margin"][row, parted],
+            record.arrays["router_margin"][row, : parted + 1].min(),
+        )
+        notes.append(f"prompt {row} parts at token {parted}, margin {margin:.1e}")
+        assert margin < NEAR_TIE, notes
+    assert len(notes) <= MAX_PARTED, notes
+    show(capsys, "; ".join(notes))
+
+
+def show(capsys, note: str) -> None:
+    """Prints an exception that was made, past pytest's capturing."""
+    if note:
+        with capsys.disabled():
+            print(f"\n{note}")
+
+
+def run(target: Target, tokens_BT: np.ndarray, chunk: int | None) -> dict[str, np.ndarray]:
+    """What a record holds, of passes over `chunk` tokens at a time; None: over all of them."""
+    graph, params = nnx.split(target)
+    (batch, length), num_layers = tokens_BT.shape, target.config.num_hidden_layers
+    chunk = chunk or length
+    every_boundary = target.boundaries(tuple(range(num_layers + 1)), "this test")
+    cache = target.empty_cache(batch, length)
+    parts = []
+    for start in range(0, length, chunk):
+        # The last chunk is filled up: one shape for all, and causality hides what follows.
+        ids_BT = np.zeros((batch, chunk), np.int32)
+        given_BT = tokens_BT[:, start : start + chunk]
+        ids_BT[:, : given_BT.shape[1]] = given_BT
+        pos_BT = jnp.broadcast_to(start + jnp.arange(chunk), (batch, chunk))
+        kv_len_B = jnp.full(batch, start)
+        logits, features, rows, experts, _ = tiny.run_target(
+            graph, params, jnp.asarray(ids_BT), pos_BT, kv_len_B, cache, every_boundary
+        )
+        row_BP = jnp.broadcast_to(jnp.arange(chunk), (batch, chunk))
+        cache = commit(cache, rows, row_BP, kv_len_B, jnp.full(batch, chunk))
+        parts.append((logits, features, experts.transpose(1, 2, 0, 3)))
+    joined = [np.concatenate(part, axis=1)[:, :length] for part in zip(*parts, strict=True)]
+    logits, features, experts = joined
+    names = [f"boundary.{b:03d}" for b in every_boundary.ids]
+    out = dict(zip(names, np.split(features, num_layers + 1, axis=-1), strict=True))
+    for index in range(target.config.num_sparse_layers):
+        layer = target.config.first_k_dense_replace + index
+        out[f"router.{layer:03d}"] = np.sort(experts[:, :, index], axis=-1)
+    return {**out, "logits": logits}
+
+
+def compare(ours: dict[str, np.ndarray], record: Record) -> str:
+    """A line on the rows left out, empty if none were.
+
+    Raises:
+      AssertionError: naming the array, the row and how far apart the two are.
+    """
+    theirs, is_real = record.arrays, record.is_real
+    is_compared, notes = is_real.copy(), []
+    differs = {
+        name: (ours[name] != theirs[name]).any(-1) & is_real
+        for name in theirs
+        if name.startswith("router.")
+    }
+    for row in range(len(is_real)):
+        at = [(int(d[row].argmax()), name) for name, d in differs.items() if d[row].any()]
+        if not at:
+            continue
+        position, name = min(at)
+        margin = theirs[name.replace("router", "router_margin")][row, position]
+        assert margin < NEAR_TIE, (
+            f"{name}, sequence {row}, position {position}: experts "
+            f"{ours[name][row, position]} where transformers chose {theirs[name][row, position]}, "
+            f"with a margin of {margin:.1e}"
+        )
+        is_compared[row, position:] = False
+        notes.append(f"{name} of sequence {row} parts at position {position}, margin {margin:.1e}")
+    left_out = int((is_real & ~is_compared).sum())
+    assert left_out <= MAX_LEFT_OUT * is_real.sum(), (left_out, notes)
+    names = [name for name in theirs if name.startswith("boundary.")]
+    assert len(names) == len([name for name in ours if name.startswith("boundary.")])
+    for name in [*names, "logits"]:
+        error = row_error(ours[name][is_compared], theirs[name][is_compared])
+        row, position = np.argwhere(is_compared)[error.argmax()]
+        assert error.max() <= TOLERANCE, (
+            f"{name}, sequence {row}, position {position}: relative error {error.max():.2e}"
+        )
+    if not left_out:
+        return ""
+    return f"{record.metadata['model']}: {left_out} of {is_real.sum()} rows left out: {notes}"

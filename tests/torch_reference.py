@@ -1,0 +1,230 @@
+"""Records of transformers and speculators: made in the reference environment, or read from
+`tests/golden/`, where `tests/make_goldens.py` put them.
+
+The programs that make them are in `benchmarks/reference_env/`; they are run by the Python that the
+environment variable JAXSPEC_REFERENCE_PYTHON names (CONTRIBUTING.md says how to make one).
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+import jaxspec
+from jaxspec.tokenizer import load_tokenizer
+from tests import tiny
+
+Source = Literal["golden", "live"]
+
+GOLDEN = Path(__file__).parent / "golden"
+PROGRAMS = Path(__file__).parents[1] / "benchmarks" / "reference_env"
+MINI_TARGET = Path(jaxspec.__file__).parent / "checkpoints" / "mini-target"
+MINI_DRAFT = MINI_TARGET.with_name("mini-draft")
+
+BOUNDARIES = (2, 3, 4)
+"""What the tiny drafts read: outputs of the layers 1, 2 and 3, as SpecForge counts them."""
+LENGTHS = {"golden": (9, 5), "live": (70, 41)}
+"""Of the recorded sequences; golden files are committed, so they are short."""
+RECURRENT_STEPS = {"golden": 2, "live": 3}
+
+NEAR_TIE = 1e-4
+"""A choice with a smaller margin than this may fall differently in another f32 program."""
+
+KIMI_CONFIG = tiny.TARGET_CONFIG
+DEEPSEEK_CONFIG = {
+    **{name: value for name, value in KIMI_CONFIG.items() if name != "quantization_config"},
+    "model_type": "deepseek_v3",
+    "first_k_dense_replace": 2,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 12,
+    "n_group": 4,
+    "topk_group": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": KIMI_CONFIG["rope_scaling"] | {"mscale": 0.7, "mscale_all_dim": 0.9},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """A file of one of the programs.
+
+    Attributes:
+      arrays: under the names of "jaxspec-record-1", or of greedy_target.py.
+      metadata: strings; `model` is `name@fingerprint` of the checkpoint.
+    """
+
+    arrays: dict[str, np.ndarray]
+    metadata: dict[str, str]
+
+    @classmethod
+    def read(cls, path: Path) -> "Record":
+        with safe_open(path, framework="numpy") as file:
+            names = file.keys()
+            return cls({name: file.get_tensor(name) for name in names}, file.metadata())
+
+    @property
+    def is_real(self) -> np.ndarray:
+        """Which rows [B, T] lie within their sequence."""
+        length = self.arrays["tokens"].shape[1]
+        return np.arange(length) < self.arrays["lengths"][:, None]
+
+    def check_made_from(self, directory: Path) -> None:
+        """Raises AssertionError unless this is a record of the weights in `directory`."""
+        assert self.metadata["model"] == identity(directory), (
+            f"this record is of {self.metadata['model']}, and the checkpoint here is "
+            f"{identity(directory)}: make the golden files again (CONTRIBUTING.md)"
+        )
+
+
+def identity(directory: Path) -> str:
+    """`name@fingerprint` of a checkpoint directory: of its config and every tensor's bytes."""
+    digest = hashlib.sha256((directory / "config.json").read_bytes())
+    for path in sorted(directory.glob("*.safetensors")):
+        digest.update(path.read_bytes())
+    return f"{directory.name}@{digest.hexdigest()[:16]}"
+
+
+def target_directory(name: str, folder: Path) -> Path:
+    """The directory of a target: the one that ships, or a tiny one written into `folder`.
+
+    Args:
+      name: "mini-target"; "tiny-kimi", Kimi-K2.5's wrapper with packed experts; or
+        "tiny-deepseek", flat and plain, with experts in groups and two dense layers.
+    """
+    if name == "mini-target":
+        return MINI_TARGET
+    if name == "tiny-deepseek":
+        return _write(folder / name, DEEPSEEK_CONFIG, tiny.target_tensors(DEEPSEEK_CONFIG, seed=5))
+    wrapper = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "text_config": KIMI_CONFIG,
+        "quantization_config": KIMI_CONFIG["quantization_config"],
+        "tie_word_embeddings": False,
+    }
+    tensors = tiny.target_tensors(KIMI_CONFIG)
+    tensors = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    return _write(folder / name, wrapper, tensors)
+
+
+def draft_directory(name: str, folder: Path) -> Path:
+    """The directory of a draft: the one that ships, or a tiny one of "tiny-kimi".
+
+    Args:
+      name: "mini-draft", "tiny-draft", or "tiny-draft-normed" (`norm_before_residual`).
+    """
+    if name == "mini-draft":
+        return MINI_DRAFT
+    config = tiny.DRAFT_CONFIG | {
+        "num_attention_heads": 8,  # transformers takes only what divides the width
+        "norm_before_residual": name == "tiny-draft-normed",
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [b - 1 for b in BOUNDARIES]},
+    }
+    return _write(folder / name, config, tiny.draft_tensors(config))
+
+
+def _write(directory: Path, config: dict, tensors: dict[str, np.ndarray]) -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    tensors = {name: np.ascontiguousarray(tensors[name]) for name in sorted(tensors)}
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+def boundaries_of(draft: Path) -> tuple[int, ...]:
+    """The boundaries a draft was trained on; its config counts layer outputs."""
+    config = json.loads((draft / "config.json").read_text())
+    return tuple(i + 1 for i in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
+
+
+def prompt_ids() -> list[list[int]]:
+    """The 64 held-out prompts, as the shipped checkpoint's tokenizer reads them."""
+    prompts = json.loads((GOLDEN / "prompts.json").read_text())["golden"]
+    tokenizer = load_tokenizer(MINI_TARGET)
+    assert tokenizer is not None
+    return [tokenizer.encode(prompt["text"]) for prompt in prompts]
+
+
+def each_source(names: Iterable[str]) -> list:
+    """pytest parameters (source, name): golden by default, live under its marker."""
+    live = pytest.mark.torch_reference
+    return [
+        pytest.param(
+            (source, name), id=f"{source}-{name}", marks=[live] if source == "live" else []
+        )
+        for source in ("golden", "live")
+        for name in names
+    ]
+
+
+def golden(name: str) -> Record:
+    """The committed record of that name."""
+    return Record.read(GOLDEN / f"{name}.safetensors")
+
+
+def make_target_record(directory: Path, out: Path, source: Source, *options: str) -> Record:
+    """transformers' record of random sequences.
+
+    Args:
+      options: of record_target.py.
+    """
+    config = json.loads((directory / "config.json").read_text())
+    vocab_size = config.get("text_config", config)["vocab_size"]
+    rng = np.random.RandomState(0)  # its stream is frozen (NEP 19)
+    sequences = [rng.randint(vocab_size, size=length).tolist() for length in LENGTHS[source]]
+    listed = _write_tokens(out, sequences)
+    _run("record_target.py", directory, "--tokens", listed, "--out", out, *options)
+    return Record.read(out)
+
+
+def make_draft_record(directory: Path, target: Path, out: Path, source: Source) -> Record:
+    """speculators' record of a draft over transformers' record of its target."""
+    features = ",".join(map(str, boundaries_of(directory)))
+    of_target = out.with_suffix(".target.safetensors")
+    make_target_record(target, of_target, source, "--features", features)
+    options = ("--record", of_target, "--target", target, "--steps", RECURRENT_STEPS[source])
+    _run("record_draft.py", directory, "--out", out, *options)
+    return Record.read(out)
+
+
+def make_greedy_record(directory: Path, prompts: list[list[int]], out: Path) -> Record:
+    """64 tokens that transformers generates greedily after each prompt."""
+    listed = _write_tokens(out, prompts)
+    _run("greedy_target.py", directory, "--tokens", listed, "--max-new-tokens", 64, "--out", out)
+    return Record.read(out)
+
+
+def _write_tokens(out: Path, sequences: list[list[int]]) -> Path:
+    listed = out.with_suffix(".json")
+    listed.write_text(json.dumps(sequences))
+    return listed
+
+
+def _run(program: str, directory: Path, *args: object) -> None:
+    python = os.environ.get("JAXSPEC_REFERENCE_PYTHON")
+    if not python:
+        raise RuntimeError(
+            "JAXSPEC_REFERENCE_PYTHON names no Python: it has to be that of the reference "
+            "environment, made as CONTRIBUTING.md says"
+        )
+    command = [python, PROGRAMS / program, directory, "--model", identity(directory), *args]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{program} exited with {done.returncode}:\n{done.stderr}")
+
+
+def row_error(ours: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """|ours - reference| / |reference| of every row, by the norms over the last axis."""
+    ours, reference = ours.astype(np.float64), reference.astype(np.float64)
+    return np.linalg.norm(ours - reference, axis=-1) / np.linalg.norm(reference, axis=-1)
