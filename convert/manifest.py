@@ -10,10 +10,12 @@ from jaxspec.contracts import Boundaries
 from jaxspec.convert.fields import Claim
 from jaxspec.convert.problems import CheckpointError
 
-__all__ = ["FORMAT", "MANIFEST", "Manifest", "is_converted", "read_manifest"]
+__all__ = ["FORMAT", "MANIFEST", "PARTIAL", "Manifest", "is_converted", "read_manifest"]
 
 FORMAT = "jaxspec-checkpoint-1"
 MANIFEST = "manifest.json"
+PARTIAL = "partial"
+"""Last part of the name of a conversion that is not finished; its plan is in `partial.json`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,16 +43,20 @@ class Manifest:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object."""
-        data = {"format": FORMAT} | {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
-        }
-        data["config"] = dataclasses.asdict(self.config)
-        data["claims"] = {name: dataclasses.asdict(claim) for name, claim in self.claims.items()}
-        return data
+        return {"format": FORMAT} | dataclasses.asdict(self)
 
 
 def is_converted(directory: Path) -> bool:
-    """Whether the directory holds a finished conversion."""
+    """Whether the directory holds a conversion, rather than a Hugging Face checkpoint.
+
+    Raises:
+      CheckpointError: it holds one that was interrupted.
+    """
+    if (directory / f"{PARTIAL}.json").is_file():
+        raise CheckpointError(
+            str(directory),
+            ["a conversion that was interrupted; convert again, and it goes on where it stopped"],
+        )
     return (directory / MANIFEST).is_file()
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "UnusedRule",
     "Want",
     "check_plan",
+    "leaf_dtypes",
     "make_pieces",
     "simple_rule",
 ]
@@ -174,6 +175,18 @@ def check_plan(
         else:
             left.append({"tensor": name, "reason": reason})
     return left
+
+
+def leaf_dtypes(rule: Rule, source: Source) -> tuple[str, ...]:
+    """Element types of the leaves that a rule will build, from headers alone."""
+    stored = {source.tensors[want.name].dtype for want in rule.wants}
+    plain = "float32" if "F32" in stored else "bfloat16"
+    fixed = {"words": "int32", "scales": "bfloat16", "router": "float32", "draft": "int32"}
+    # experts.down_words, experts.down_scales, sparse.router.bias, target_of_draft
+    return tuple(
+        next((dtype for mark, dtype in fixed.items() if mark in re.split(r"[._]", leaf)), plain)
+        for leaf in rule.leaves
+    )
 
 
 def make_pieces(rules: list[Rule], reader: Reader, skip: Collection[str] = ()) -> Iterator[Piece]:

@@ -5,6 +5,7 @@ whole (measured: a 1.5 GB leaf takes 1.6 GB). So a layer is a checkpoint of its 
 renames into place when it is complete.
 """
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from flax import traverse_util
 
 from jaxspec.convert.plan import Piece
 
-__all__ = ["is_written", "read_piece", "write_pieces"]
+__all__ = ["is_written", "read_piece", "remove_unfinished", "write_pieces"]
 
 
 def write_pieces(directory: Path, pieces: Iterator[Piece]) -> Iterator[Piece]:
@@ -29,6 +30,12 @@ def write_pieces(directory: Path, pieces: Iterator[Piece]) -> Iterator[Piece]:
 def is_written(directory: Path, name: str) -> bool:
     """Whether the piece is there and complete."""
     return (directory / name).is_dir()
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Removes what Orbax was writing when it was killed."""
+    for path in directory.glob("*.orbax-checkpoint-tmp*"):
+        shutil.rmtree(path)
 
 
 def read_piece(directory: Path, name: str, layer: int | None) -> Piece:
