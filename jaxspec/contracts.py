@@ -18,10 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxspec.errors import InputError
+
 __all__ = ["Boundaries", "ContractError", "DraftIds", "Features", "TargetIds", "VocabMap"]
 
 
-class ContractError(ValueError):
+class ContractError(InputError):
     """Two sides of the program mean different things by the same array."""
 
 
@@ -92,6 +94,14 @@ class Features:
         else:
             lines.append(f"  that is {width} wide where {want.total_width} are wanted.")
         raise ContractError("\n".join(lines))
+
+    def select(self, ids: tuple[int, ...]) -> "Features":
+        """The features of these boundaries alone, in this order, under a claim that says so."""
+        given = self.boundaries
+        data = self.require(given, "Features.select")
+        chunks = dict(zip(given.ids, jnp.split(data, len(given.ids), axis=-1), strict=True))
+        claim = dataclasses.replace(given, ids=ids)
+        return Features(jnp.concatenate([chunks[b] for b in ids], axis=-1), claim)
 
     def take_rows(self, index_BP: Int[Array, "B P"]) -> "Features":
         """The features of the rows `index_BP`, under the same claim."""

@@ -1,6 +1,7 @@
 """What a run of `generate` reports: the figures, their formulas, and the `--json` object."""
 
 import dataclasses
+import importlib.metadata
 import os
 import platform
 import shlex
@@ -16,7 +17,15 @@ from jaxspec.draft import Draft
 from jaxspec.generate import Completion, Generator, Run
 from jaxspec.target import Target
 
-__all__ = ["GenerateReport", "PromptReport", "acceptance", "command", "machine", "report_of"]
+__all__ = [
+    "GenerateReport",
+    "PromptReport",
+    "acceptance",
+    "command",
+    "machine",
+    "report_of",
+    "version",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +132,18 @@ class GenerateReport:
             "command": self.command,
         }
 
+    def summary(self) -> str:
+        """Two lines for a reader: how much was accepted and how fast, and of what features."""
+        speed = f"{self.tokens_per_s:.1f} tokens/s" if self.tokens_per_s else "nothing decoded"
+        ran = f"{speed} on {self.device} in {self.dtype}; compiled in {self.compile_s:.1f} s"
+        if self.tree is None:
+            return f"no draft, {ran}"
+        if self.accept_length is None:
+            return f"no verify step, tree {self.tree}, {ran}"
+        most = self.tree.levels + 1
+        accepted = f"accept_length {self.accept_length:.2f} of {most} (bonus included)"
+        return f"{accepted}, tree {self.tree}, {ran}\nfeatures: {self.capture}"
+
     def _as_sglang_counts(self) -> dict[str, float | None]:
         """SGLang's two figures.
 
@@ -174,6 +195,14 @@ def machine() -> str:
         f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, "
         f"{len(devices)} x {devices[0].device_kind}"
     )
+
+
+def version() -> str:
+    """This package's version; "source" where it runs without having been installed."""
+    try:
+        return importlib.metadata.version("jaxspec")
+    except importlib.metadata.PackageNotFoundError:
+        return "source"
 
 
 def command() -> str:

@@ -1,6 +1,7 @@
 """Text in, text out: what stands between prompts and `generate.Generator`, which knows only ids."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -32,6 +33,19 @@ class SamplingConfig:
     top_p: float = 1.0
     seed: int = 0
     stop: tuple[str, ...] = ()
+
+    def check(self, has_text: bool) -> None:
+        """Raises InputError for what cannot be; stop strings are looked for in text only."""
+        if not 0 <= self.temperature < math.inf:
+            raise InputError(f"temperature is {self.temperature}; it is 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p is {self.top_p}; it lies above 0, and 1 is off")
+        if self.top_k < 0:
+            raise InputError(f"top_k is {self.top_k}; 0 is off, else it is positive")
+        if "" in self.stop:
+            raise InputError("a stop string is empty, which every text holds")
+        if self.stop and not has_text:
+            raise InputError("stop strings are looked for in text, and there are only ids here")
 
 
 GREEDY = SamplingConfig()
@@ -109,10 +123,7 @@ def continue_prompts(
     Raises:
       InputError: a prompt or a setting that cannot be used; nothing is generated.
     """
-    if "" in sampling.stop:
-        raise InputError("a stop string is empty, which every text holds")
-    if sampling.stop and tokenizer is None:
-        raise InputError("a stop string wants text, and the target's directory has no tokenizer")
+    sampling.check(has_text=tokenizer is not None)
     stopper = Stopper(tokenizer, sampling.stop, on_text) if tokenizer else None
     tree = generator.config.tree
 

@@ -71,6 +71,7 @@ class Tokenizer:
         names = {i: f"<|reserved_token_{i}|>" for i in range(first, first + NUM_SPECIAL)}
         names |= {i: entry["content"] for i, entry in added.items()}
         self.special_ids = {name: i for i, name in names.items()}
+        self._names = names
         self.chat_template = chat_template
         self.directory = directory
         self._variables = template_variables or {}
@@ -109,6 +110,10 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; special tokens are left out, bytes that are not UTF-8 are U+FFFD."""
         return self.bytes_of(ids).decode("utf-8", errors="replace")
+
+    def piece(self, i: int) -> str:
+        """What token `i` is, to be looked at: its text, or its name if it is a control token."""
+        return self._names.get(i) or self.decode([i])
 
     def bytes_of(self, ids: Iterable[int]) -> bytes:
         """The bytes of `ids`; an id without a token, as padded vocabularies have, is a U+FFFD."""

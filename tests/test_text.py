@@ -103,7 +103,7 @@ def test_without_a_tokenizer_there_is_no_text():
     prompts = [Prompt("0", ids=(0,))]
     (report,), _ = continue_prompts(generator, prompts, None, SamplingConfig())
     assert (report.text, report.completion.tokens, report.levels) == (None, (5, 6), 3)
-    with pytest.raises(InputError, match="has no tokenizer"):
+    with pytest.raises(InputError, match="only ids"):
         continue_prompts(generator, prompts, None, SamplingConfig(stop=("a",)))
 
 

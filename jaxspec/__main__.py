@@ -1,0 +1,5 @@
+"""`python -m jaxspec`."""
+
+from jaxspec.cli import main
+
+main()

@@ -1,0 +1,374 @@
+"""The command line: flags, and nothing else; what the commands do is in `commands.py`.
+
+JAX takes a second to import, so it is imported inside the commands: help and usage errors are
+instant.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from jaxspec.errors import InputError
+
+if TYPE_CHECKING:
+    from jaxspec.commands import ModelFlags
+    from jaxspec.config import TreeConfig
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="jaxspec",
+    help="EAGLE-3 speculative decoding for Kimi-K2.5 in JAX.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+DEFAULT_TREE = "3x1x4"
+Dtype = Literal["bfloat16", "float32"]
+Convention = Literal["before", "after"]
+
+# Flags that several commands share. A default that no signature can state is stated in the help.
+Models, Prompts, Output = "Models", "Prompts", "Output"
+TargetFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        metavar="DIR",
+        rich_help_panel=Models,
+        help="Hugging Face or converted checkpoint, or the id of a repository in the local Hugging "
+        "Face cache. Default: the small trained target that ships with jaxspec.",
+    ),
+]
+DraftFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--draft",
+        metavar="DIR|none",
+        rich_help_panel=Models,
+        help="EAGLE-3 draft, likewise; none decodes plainly. Default: the one that ships, with the "
+        "target that ships.",
+    ),
+]
+CaptureFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--capture",
+        metavar="IDS",
+        rich_help_panel=Models,
+        help="Boundaries the target captures, as in 2,30,58: b is the state entering layer b. A "
+        "draft that states its own refuses others. Default: what the draft states.",
+    ),
+]
+ConventionFlag = Annotated[
+    Convention | None,
+    typer.Option(
+        "--capture-convention",
+        rich_help_panel=Models,
+        help="Whether the draft's own ids mean the state before or after a layer. Default: what "
+        "its checkpoint says.",
+    ),
+]
+DtypeFlag = Annotated[
+    Dtype | None,
+    typer.Option(
+        "--dtype",
+        rich_help_panel=Models,
+        help="Of weights, activations and caches. Default: float32 on a CPU, bfloat16 elsewhere.",
+    ),
+]
+PromptArgument = Annotated[str | None, typer.Argument(metavar="PROMPT", help="Text.")]
+PromptFileFlag = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompt-file",
+        metavar="F",
+        rich_help_panel=Prompts,
+        help="Plain text, a prompt a line, or JSON lines with prompt, messages, conversations "
+        "(ShareGPT), turns (MT-bench) or question (GSM8K).",
+    ),
+]
+TokensFlag = Annotated[
+    Path | None,
+    typer.Option(
+        "--tokens",
+        metavar="F",
+        rich_help_panel=Prompts,
+        help="JSON list of lists of ids, in place of text; no text comes back.",
+    ),
+]
+ChatFlag = Annotated[
+    bool,
+    typer.Option(
+        "--chat",
+        rich_help_panel=Prompts,
+        help="Put text into the checkpoint's chat template, as a user's message. Messages always "
+        "go through it.",
+    ),
+]
+JsonFlag = Annotated[
+    bool,
+    typer.Option("--json", rich_help_panel=Output, help="One JSON object on stdout, no text."),
+]
+CompileCacheFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--compile-cache",
+        metavar="DIR|none",
+        rich_help_panel=Output,
+        help="Where compiled programs are kept for the next run. Default: "
+        "$JAX_COMPILATION_CACHE_DIR, or jaxspec/compiled in this user's caches.",
+    ),
+]
+
+
+@app.command()
+def generate(
+    prompt: PromptArgument = None,
+    *,
+    target: TargetFlag = None,
+    draft: DraftFlag = None,
+    tree: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LEVELSxBRANCHESxNODES",
+            rich_help_panel="Speculation",
+            help=f"Shape of the draft tree. Default: {DEFAULT_TREE}, a chain of 3.",
+        ),
+    ] = None,
+    speculative_num_steps: Annotated[
+        int | None,
+        typer.Option(metavar="N", rich_help_panel="Speculation", help="SGLang's name of LEVELS."),
+    ] = None,
+    speculative_eagle_topk: Annotated[
+        int | None,
+        typer.Option(metavar="N", rich_help_panel="Speculation", help="SGLang's name of BRANCHES."),
+    ] = None,
+    speculative_num_draft_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            rich_help_panel="Speculation",
+            help="SGLang's name of NODES, root included.",
+        ),
+    ] = None,
+    capture: CaptureFlag = None,
+    capture_convention: ConventionFlag = None,
+    prompt_file: PromptFileFlag = None,
+    tokens: TokensFlag = None,
+    chat: ChatFlag = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Per prompt.")] = 128,
+    context_length: Annotated[
+        int, typer.Option(min=2, help="Tokens of prompt and continuation together.")
+    ] = 2048,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option(max=1.0, help="Above 0; 1 is off.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the first prompt; the next ones count up.")] = 0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="Ends a continuation; may be repeated. Default: none."),
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past it.")] = False,
+    dtype: DtypeFlag = None,
+    implementation: Annotated[
+        Literal["xla"] | None,
+        typer.Option(
+            rich_help_panel=Models, help="Of the kernels. Default: the best that can run."
+        ),
+    ] = None,
+    as_json: JsonFlag = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN.jsonl",
+            rich_help_panel=Output,
+            help="Run file; an interrupted run goes on with it. Default: none.",
+        ),
+    ] = None,
+    compile_cache: CompileCacheFlag = None,
+) -> None:
+    """Text from a target and a draft."""
+    _start_jax(compile_cache)
+    from jaxspec.commands import GenerateFlags, PromptFlags, run_generate
+    from jaxspec.console import Display
+    from jaxspec.generate import GenerateConfig
+    from jaxspec.text import SamplingConfig
+
+    models = _models(target, draft, capture, capture_convention, dtype, implementation)
+    sglang = (speculative_num_steps, speculative_eagle_topk, speculative_num_draft_tokens)
+    flags = GenerateFlags(
+        models=models,
+        prompts=PromptFlags(prompt, prompt_file, tokens, chat),
+        config=GenerateConfig(
+            tree=_tree(tree, sglang, has_draft=draft != "none"),
+            max_new_tokens=max_new_tokens,
+            context_length=context_length,
+            batch_size=batch_size,
+            ignore_eos=ignore_eos,
+        ),
+        sampling=SamplingConfig(temperature, top_k, top_p, seed, tuple(stop or ())),
+        out=out,
+        streams=not as_json,
+    )
+    with Display() as display:
+        report = run_generate(flags, display)
+        if not as_json:
+            display.say(report.summary())
+    if as_json:
+        print(json.dumps(report.to_dict(), ensure_ascii=False))
+
+
+@app.command()
+def tokenize(
+    prompt: PromptArgument = None,
+    *,
+    target: TargetFlag = None,
+    prompt_file: PromptFileFlag = None,
+    chat: ChatFlag = False,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            rich_help_panel=Output,
+            help="One JSON object with id, category, ids and the text of every token. Default: "
+            "a JSON list of lists of ids, as --tokens reads it.",
+        ),
+    ] = False,
+) -> None:
+    """The exact ids of prompts, for feeding other engines the same thing."""
+    from jaxspec.commands import ModelFlags, PromptFlags, run_tokenize
+
+    report = run_tokenize(ModelFlags(target), PromptFlags(prompt, prompt_file, None, chat))
+    if as_json:
+        print(json.dumps(report.to_dict(), ensure_ascii=False))
+    else:
+        print(json.dumps([list(prompt.ids or ()) for prompt in report.prompts]))
+
+
+@app.command()
+def record(
+    prompt: PromptArgument = None,
+    *,
+    out: Annotated[
+        Path, typer.Option(metavar="R.safetensors", rich_help_panel=Output, help="The record.")
+    ],
+    target: TargetFlag = None,
+    draft: DraftFlag = None,
+    capture: CaptureFlag = None,
+    capture_convention: ConventionFlag = None,
+    dtype: DtypeFlag = None,
+    prompt_file: PromptFileFlag = None,
+    tokens: TokensFlag = None,
+    chat: ChatFlag = False,
+    boundaries: Annotated[
+        str | None,
+        typer.Option(
+            metavar="IDS|none", rich_help_panel=Output, help="Those to keep. Default: all."
+        ),
+    ] = None,
+    top: Annotated[
+        int | None,
+        typer.Option(
+            min=1, rich_help_panel=Output, help="Keep the K best logits only. Default: all."
+        ),
+    ] = None,
+    as_json: JsonFlag = False,
+    compile_cache: CompileCacheFlag = None,
+) -> None:
+    """What target and draft say of given tokens, position by position, in a file."""
+    _start_jax(compile_cache)
+    from jaxspec.commands import PromptFlags, run_record
+    from jaxspec.console import Display
+
+    models = _models(target, draft, capture, capture_convention, dtype, None)
+    kept = () if boundaries == "none" else _ids("--boundaries", boundaries)
+    with Display() as display:
+        done = run_record(
+            models, PromptFlags(prompt, prompt_file, tokens, chat), kept, top, out, display
+        )
+        if not as_json:
+            display.say(f"{out}: {', '.join(done.arrays)}")
+    if as_json:
+        print(json.dumps(done.to_dict()))
+
+
+def _start_jax(compile_cache: str | None) -> None:
+    from jaxspec.environment import default_compile_cache, use_compile_cache
+
+    if compile_cache != "none":
+        use_compile_cache(Path(compile_cache) if compile_cache else default_compile_cache())
+
+
+def _models(
+    target: str | None,
+    draft: str | None,
+    capture: str | None,
+    convention: Convention | None,
+    dtype: Dtype | None,
+    implementation: Literal["xla"] | None,
+) -> "ModelFlags":
+    import jax
+
+    from jaxspec.commands import ModelFlags
+    from jaxspec.config import Numerics
+
+    if draft == "none" and capture is not None:
+        raise InputError("--capture without a draft: nothing would be done with what is captured")
+    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    numerics = Numerics(dtype=dtype, implementation=implementation)
+    return ModelFlags(target, draft, _ids("--capture", capture), convention, numerics)
+
+
+def _ids(flag: str, text: str | None) -> tuple[int, ...] | None:
+    """The ids written as 2,30,58; None where the flag was not given."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() for part in parts):
+        raise InputError(f"{flag} is {text!r}: expected boundaries, as in 2,30,58")
+    return tuple(map(int, parts))
+
+
+def _tree(
+    text: str | None, sglang: tuple[int | None, int | None, int | None], has_draft: bool
+) -> "TreeConfig | None":
+    """The tree, from whichever of its two spellings was used."""
+    from jaxspec.config import TreeConfig
+
+    steps, topk, nodes = sglang
+    is_sglang = any(value is not None for value in sglang)
+    if not has_draft:
+        if text is not None or is_sglang:
+            raise InputError("--draft none decodes plainly: there is no tree to give a shape to")
+        return None
+    if text is not None and is_sglang:
+        raise InputError("--tree and --speculative-... say the same thing: give one of the two")
+    if not is_sglang:
+        return TreeConfig.parse(text or DEFAULT_TREE)
+    if steps is None or topk is None or nodes is None:
+        raise InputError(
+            "--speculative-num-steps, --speculative-eagle-topk and --speculative-num-draft-tokens "
+            "are given together or not at all"
+        )
+    tree = TreeConfig(steps, topk, nodes)
+    tree.check()
+    return tree
+
+
+def main() -> None:
+    """Runs the command line, and turns bad input into one message and exit status 2."""
+    try:
+        app(prog_name="jaxspec")
+    except (InputError, FloatingPointError) as error:
+        print(f"jaxspec: {error}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:
+        # Whoever read stdout has seen enough; Python would complain again when it flushes.
+        sys.stdout = None
+        sys.exit(1)

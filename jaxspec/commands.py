@@ -1,0 +1,306 @@
+"""What the commands do once their flags are read; `cli.py` reads the flags.
+
+Whatever can be wrong with the flags and the prompts is found before any weights are loaded.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxspec.checkpoint import load_draft, load_target, locate
+from jaxspec.config import Numerics
+from jaxspec.console import Display
+from jaxspec.contracts import Boundaries
+from jaxspec.draft import Draft
+from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_TARGET, hub_cache
+from jaxspec.errors import InputError
+from jaxspec.generate import Completion, GenerateConfig, Generator
+from jaxspec.prompts import Prompt, check_prompts, encode_prompts, read_prompts, read_tokens
+from jaxspec.recording import Record, RecordConfig, record
+from jaxspec.report import GenerateReport, PromptReport, machine, report_of, version
+from jaxspec.runfile import RunFile, entry_of
+from jaxspec.target import Target
+from jaxspec.text import SamplingConfig, continue_prompts
+from jaxspec.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = [
+    "GenerateFlags",
+    "ModelFlags",
+    "PromptFlags",
+    "TokenizeReport",
+    "load",
+    "run_generate",
+    "run_record",
+    "run_tokenize",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFlags:
+    """Which target and draft, and how they are computed.
+
+    Attributes:
+      target: a directory or a repository's id; None is the shipped one.
+      draft: likewise, or "none"; None is the shipped one, for the shipped target only.
+      capture: boundaries that overrule the draft's claim; None takes it as it is.
+    """
+
+    target: str | None = None
+    draft: str | None = None
+    capture: tuple[int, ...] | None = None
+    capture_convention: Literal["before", "after"] | None = None
+    numerics: Numerics = dataclasses.field(default_factory=Numerics)
+
+    def claim(self, target: Target) -> Boundaries | None:
+        """What the target captures, where --capture says it."""
+        if self.capture is None:
+            return None
+        return target.boundaries(self.capture, "target capture, set by --capture")
+
+    @property
+    def target_directory(self) -> Path:
+        return locate(self.target or SHIPPED_TARGET, hub_cache())
+
+    @property
+    def draft_directory(self) -> Path | None:
+        """None for no draft.
+
+        Raises:
+          InputError: it was left open which draft belongs to a given target.
+        """
+        if self.draft == "none":
+            return None
+        if self.draft is None and self.target is not None:
+            raise InputError("--target without a draft: name one with --draft DIR, or --draft none")
+        return locate(self.draft or SHIPPED_DRAFT, hub_cache())
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptFlags:
+    """Where the prompts come from: exactly one of the first three."""
+
+    text: str | None = None
+    prompt_file: Path | None = None
+    tokens: Path | None = None
+    use_chat: bool = False
+
+    def read(self, tokenizer: Tokenizer | None) -> list[Prompt]:
+        """The prompts, with their ids.
+
+        Raises:
+          InputError: none was given or several were, or one of them cannot be used.
+        """
+        given = [self.text is not None, self.prompt_file is not None, self.tokens is not None]
+        if sum(given) != 1:
+            raise InputError(
+                f"{'no prompt' if not any(given) else 'several sources of prompts'}: give one of "
+                "PROMPT, --prompt-file and --tokens"
+            )
+        if self.tokens is not None:
+            if self.use_chat:
+                raise InputError("--chat renders text, and --tokens are ids already: drop one")
+            return read_tokens(self.tokens)
+        if self.prompt_file is not None:
+            prompts = read_prompts(self.prompt_file)
+        else:
+            prompts = [Prompt("0", text=self.text, where="PROMPT")]
+        return encode_prompts(prompts, tokenizer, self.use_chat)
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateFlags:
+    """All of `jaxspec generate`."""
+
+    models: ModelFlags
+    prompts: PromptFlags
+    config: GenerateConfig
+    sampling: SamplingConfig
+    out: Path | None
+    streams: bool
+
+
+def load(models: ModelFlags, display: Display) -> tuple[Target, Draft | None]:
+    """The models, loaded."""
+    draft_directory = models.draft_directory
+    target = load_target(models.target_directory, models.numerics, progress=display.progress)
+    if draft_directory is None:
+        return target, None
+    draft = load_draft(
+        draft_directory,
+        models.numerics,
+        target=target,
+        capture_convention=models.capture_convention,
+        capture=models.capture,
+        progress=display.progress,
+    )
+    return target, draft
+
+
+def run_generate(flags: GenerateFlags, display: Display) -> GenerateReport:
+    """The report of a run, whose text goes to stdout while it comes, if the flags say so.
+
+    Raises:
+      InputError: a flag, a prompt or a checkpoint cannot be used.
+      ContractError: draft and target do not belong together.
+    """
+    models = flags.models
+    # Ids in, ids out: prompts that are ids need no tokenizer, and get no text.
+    has_text = flags.prompts.tokens is None
+    tokenizer = load_tokenizer(models.target_directory) if has_text else None
+    prompts = flags.prompts.read(tokenizer)
+    flags.sampling.check(has_text=tokenizer is not None)
+    target, draft = load(models, display)
+    check_prompts(prompts, target.config.vocab_size, flags.config.context_length)
+    with display.waiting("compiling"):
+        generator = Generator(target, draft, flags.config, models.claim(target))
+    run_file = None if flags.out is None else RunFile(flags.out, _header(flags, target, draft))
+    known = {} if run_file is None else _known(run_file, prompts)
+    printer = _Printer(len(prompts)) if flags.streams else None
+    num_done = len(known)
+
+    def on_finish(report: PromptReport) -> None:
+        nonlocal num_done
+        num_done += 1
+        if run_file is not None:
+            run_file.append(entry_of(report))
+        if printer is None:
+            display.progress("generating", num_done, len(prompts))
+
+    reports, run = continue_prompts(
+        generator,
+        prompts,
+        tokenizer,
+        flags.sampling,
+        known,
+        on_text=printer.on_text if printer else None,
+        on_finish=on_finish,
+    )
+    if printer:
+        printer.finish(reports)
+    return report_of(generator, target, draft, reports, run)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizeReport:
+    """Prompts with their ids, and the tokenizer that made them."""
+
+    prompts: tuple[Prompt, ...]
+    tokenizer: Tokenizer
+
+    def to_dict(self) -> dict[str, Any]:
+        """The `--json` object; `pieces` are the texts of the tokens, control tokens by name."""
+        return {
+            "target": str(self.tokenizer.directory),
+            "prompts": [
+                {
+                    "id": prompt.id,
+                    "category": prompt.category,
+                    "ids": list(prompt.ids or ()),
+                    "pieces": [self.tokenizer.piece(i) for i in prompt.ids or ()],
+                }
+                for prompt in self.prompts
+            ],
+        }
+
+
+def run_tokenize(models: ModelFlags, prompts: PromptFlags) -> TokenizeReport:
+    """The ids of prompts, in the target's vocabulary.
+
+    Raises:
+      InputError: a prompt cannot be used, or the target has no tokenizer.
+    """
+    tokenizer = load_tokenizer(models.target_directory)
+    encoded = prompts.read(tokenizer)
+    assert tokenizer is not None, "text was encoded"
+    return TokenizeReport(tuple(encoded), tokenizer)
+
+
+def run_record(
+    models: ModelFlags,
+    prompts: PromptFlags,
+    boundaries: tuple[int, ...] | None,
+    top: int | None,
+    out: Path,
+    display: Display,
+) -> Record:
+    """The record of prompts, written to `out`; see `recording.record`.
+
+    Raises:
+      InputError: a flag, a prompt or a checkpoint cannot be used.
+      ContractError: draft and target do not belong together.
+    """
+    has_text = prompts.tokens is None
+    tokenizer = load_tokenizer(models.target_directory) if has_text else None
+    encoded = prompts.read(tokenizer)
+    if not out.parent.is_dir():
+        raise InputError(f"--out {out}: there is no directory {out.parent}")
+    target, draft = load(models, display)
+    longest = max(len(prompt.ids or ()) for prompt in encoded)
+    check_prompts(encoded, target.config.vocab_size, context_length=longest + 1)
+    config = RecordConfig(boundaries, models.claim(target), top)
+    sequences = [prompt.ids or () for prompt in encoded]
+    done = record(target, draft, sequences, config, display.progress)
+    done.save(out)
+    return done
+
+
+def _known(run_file: RunFile, prompts: Sequence[Prompt]) -> dict[int, Completion]:
+    """What an earlier, interrupted run has completed, by index."""
+    found = {
+        index: run_file.completion(prompt.id, prompt.ids or ())
+        for index, prompt in enumerate(prompts)
+    }
+    return {index: done for index, done in found.items() if done is not None}
+
+
+def _header(flags: GenerateFlags, target: Target, draft: Draft | None) -> dict[str, Any]:
+    """The first line of a run file: all that decides which tokens come, and on what."""
+    config, sampling, models = flags.config, flags.sampling, flags.models
+    return {
+        "engine": "jaxspec",
+        "version": version(),
+        "flags": {
+            "tree": None if config.tree is None else str(config.tree),
+            "capture": models.capture and list(models.capture),
+            "max_new_tokens": config.max_new_tokens,
+            "context_length": config.context_length,
+            "batch_size": config.batch_size,
+            "ignore_eos": config.ignore_eos,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed,
+            "stop": list(sampling.stop),
+            "chat": flags.prompts.use_chat,
+            "dtype": models.numerics.dtype,
+            "implementation": models.numerics.implementation,
+        },
+        "target_hash": target.identity,
+        "draft_hash": None if draft is None else draft.identity,
+        "machine": machine(),
+    }
+
+
+class _Printer:
+    """Text on stdout: of one prompt while it comes, of several when they are done, in order."""
+
+    def __init__(self, num_prompts: int) -> None:
+        self._streams = num_prompts == 1
+        self._printed = ""
+
+    def on_text(self, index: int, text: str) -> None:
+        if self._streams:
+            print(text[len(self._printed) :], end="", flush=True)
+            self._printed = text
+
+    def finish(self, reports: Sequence[PromptReport]) -> None:
+        for report in reports:
+            text = report.text
+            if text is None:
+                text = json.dumps(list(report.completion.tokens))
+            if self._streams:
+                print(text[len(self._printed) :])
+            else:
+                print(f"--- {report.id}\n{text}")

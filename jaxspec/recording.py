@@ -1,0 +1,224 @@
+"""Records: everything that models say of given tokens, in a file that any framework can write."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+
+from jaxspec.cache import commit
+from jaxspec.contracts import Boundaries, TargetIds
+from jaxspec.draft import Borrowed, Draft
+from jaxspec.errors import InputError
+from jaxspec.mla import Pass
+from jaxspec.report import version
+from jaxspec.target import Target
+
+__all__ = ["FORMAT", "Record", "RecordConfig", "record"]
+
+FORMAT = "jaxspec-record-1"
+CHUNK = 128
+"""Tokens per pass: one compilation for every length."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What the models say of the tokens of B sequences, zero past each one's length.
+
+    Attributes:
+      arrays: by name, in the run's dtype where it is not said:
+        `tokens` [B,T] int32, `lengths` [B] int32;
+        `boundary.NNN` [B,T,D], the state entering layer NNN, the last one before the final norm;
+        `features` [B,T,G], as the draft is given them;
+        `logits` [B,T,V] f32, or the best of them: `logits.top` and int32 `logits.top_ids` [B,T,k];
+        `draft.logits` [B,T,U] f32, teacher-forced: features of position t with the token at t + 1,
+        at the last position with the target's argmax;
+        `router.LLL` [B,T,X] int32, the experts chosen in layer LLL, best first, and beyond the
+        format's own names `router_margin.LLL` [B,T] f32: by how much the last chosen expert beat
+        the first rejected one, which a difference must exceed to change the choice.
+      metadata: `format`, `framework`, `framework_version`, `model`, `draft`, `dtype`, and
+        `boundaries`, those of `features` as in "1,3,5", empty where there are none.
+    """
+
+    arrays: dict[str, np.ndarray]
+    metadata: dict[str, str]
+
+    def save(self, path: Path) -> None:
+        """Writes the safetensors file, whole or not at all.
+
+        Raises:
+          InputError: it cannot be written there.
+        """
+        part = path.with_name(path.name + ".part")
+        try:
+            save_file(self.arrays, part, self.metadata)
+            part.replace(path)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise InputError(f"{path}: cannot be written ({error.strerror})") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Shapes, dtypes and metadata; the arrays themselves are the file's."""
+        arrays = {
+            name: {"shape": list(array.shape), "dtype": str(array.dtype)}
+            for name, array in sorted(self.arrays.items())
+        }
+        return {"arrays": arrays, "metadata": self.metadata}
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordConfig:
+    """What to keep.
+
+    Attributes:
+      boundaries: which of them; None keeps all.
+      capture: what `features` are; None takes the draft's claim, or leaves them out without one.
+      top: keep only so many of the target's best logits at each position; None keeps all.
+    """
+
+    boundaries: tuple[int, ...] | None = None
+    capture: Boundaries | None = None
+    top: int | None = None
+
+
+KEEP_ALL = RecordConfig()
+
+
+def record(
+    target: Target,
+    draft: Draft | None,
+    sequences: Sequence[Sequence[int]],
+    config: RecordConfig = KEEP_ALL,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Record:
+    """The record of the sequences through target and draft, in their dtype.
+
+    Args:
+      progress: called with "recording", and how many of how many tokens are done.
+
+    Raises:
+      ContractError: there is no such boundary, or these are not the draft's.
+      InputError: `top` is no number of logits, or a sequence is empty.
+    """
+    if config.top is not None and not 1 <= config.top <= target.config.vocab_size:
+        raise InputError(f"top is {config.top}; a position has {target.config.vocab_size} logits")
+    if not sequences or not all(map(len, sequences)):
+        raise InputError("there is nothing to record: no sequence, or an empty one")
+    plan = _plan(target, draft, config)
+    tokens_BT, lengths_B = _padded(sequences)
+    batch, slots = tokens_BT.shape
+    graph, params = nnx.split((target, draft))
+    caches = (
+        target.empty_cache(batch, slots),
+        None if draft is None else draft.empty_cache(batch, slots),
+    )
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def program(params, caches, tokens, lengths_B, start):
+        return _chunk(*nnx.merge(graph, params), caches, tokens, lengths_B, start, plan)
+
+    one_more = np.pad(tokens_BT, ((0, 0), (0, 1)))  # the draft reads one token further
+    chunks = []
+    for start in range(0, slots, CHUNK):
+        tokens = one_more[:, start : start + CHUNK + 1]
+        caches, arrays = program(params, caches, tokens, lengths_B, np.int32(start))
+        chunks.append(jax.device_get(arrays))
+        if progress is not None:
+            progress("recording", start + CHUNK, slots)
+    longest = int(lengths_B.max())
+    is_real_BT = np.arange(longest) < lengths_B[:, None]
+    kept = {"tokens": tokens_BT[:, :longest], "lengths": lengths_B}
+    for name in chunks[0]:
+        array = np.concatenate([chunk[name] for chunk in chunks], axis=1)[:, :longest]
+        is_real = is_real_BT.reshape(is_real_BT.shape + (1,) * (array.ndim - 2))
+        kept[name] = np.where(is_real, array, np.zeros((), array.dtype))
+    metadata = {
+        "format": FORMAT,
+        "framework": "jaxspec",
+        "framework_version": version(),
+        "model": target.identity,
+        "draft": "" if draft is None else draft.identity,
+        "dtype": target.numerics.dtype,
+        "boundaries": ",".join(map(str, plan.features)),
+    }
+    return Record(kept, metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Boundaries to keep, those of the features, both together as captured, and how many logits."""
+
+    kept: tuple[int, ...]
+    features: tuple[int, ...]
+    capture: Boundaries | None
+    top: int | None
+
+
+def _plan(target: Target, draft: Draft | None, config: RecordConfig) -> _Plan:
+    claim = config.capture
+    if claim is None and draft is not None:
+        claim = target.boundaries(
+            draft.config.boundaries.ids, "target capture, as the draft's claim asks"
+        )
+    kept = config.boundaries
+    if kept is None:
+        kept = tuple(range(target.config.num_hidden_layers + 1))
+    features = () if claim is None else claim.ids
+    capture = None
+    if kept or features:
+        origin = "target capture, for the record" if claim is None else claim.origin
+        capture = target.boundaries(tuple(sorted({*kept, *features})), origin)
+    return _Plan(kept, features, capture, config.top)
+
+
+def _padded(sequences: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [B,T] for a whole number of chunks, zero past each length, and the lengths."""
+    lengths = np.asarray([len(ids) for ids in sequences], np.int32)
+    tokens = np.zeros((len(sequences), -(-lengths.max() // CHUNK) * CHUNK), np.int32)
+    for row, ids in zip(tokens, sequences, strict=True):
+        row[: len(ids)] = ids
+    return tokens, lengths
+
+
+def _chunk(target, draft, caches, tokens, lengths_B, start, plan: _Plan):
+    """The caches with this chunk's rows, and its arrays, [B,CHUNK,...] each."""
+    c, (target_cache, draft_cache) = target.config, caches
+    batch = tokens.shape[0]
+    row_BT = jnp.broadcast_to(jnp.arange(CHUNK, dtype=jnp.int32), (batch, CHUNK))
+    pos_BT, start_B = start + row_BT, jnp.broadcast_to(start, (batch,))
+    is_real_BT = pos_BT < lengths_B[:, None]
+    at = Pass(pos_BT, start_B, None, is_real_BT)
+    place = row_BT, start_B, is_real_BT.sum(1, dtype=jnp.int32)
+    seen = target(TargetIds(tokens[:, :CHUNK], c.vocab_size), at, target_cache, plan.capture)
+    target_cache = commit(target_cache, seen.rows, *place)
+    logits_BTV = target.logits(seen.hidden)
+    arrays = {}
+    for b in plan.kept:
+        one = seen.features.select((b,))
+        arrays[f"boundary.{b:03d}"] = one.require(one.boundaries, "record")
+    if plan.top is None:
+        arrays["logits"] = logits_BTV
+    else:
+        arrays["logits.top"], arrays["logits.top_ids"] = jax.lax.top_k(logits_BTV, plan.top)
+    for index in range(c.num_sparse_layers):
+        layer = c.first_k_dense_replace + index
+        arrays[f"router.{layer:03d}"] = seen.experts[index]
+        arrays[f"router_margin.{layer:03d}"] = seen.router_margin[index]
+    if plan.features:
+        captured = seen.features.select(plan.features)
+        arrays["features"] = captured.require(captured.boundaries, "record")
+        if draft is not None:
+            is_last_BT = pos_BT == lengths_B[:, None] - 1
+            best_BT = jnp.argmax(logits_BTV, axis=-1).astype(jnp.int32)
+            shifted = TargetIds(jnp.where(is_last_BT, best_BT, tokens[:, 1:]), c.vocab_size)
+            borrowed = Borrowed(target.embed[...], target.head[...])
+            drafted = draft.fuse(captured, shifted, at, draft_cache, borrowed)
+            draft_cache = commit(draft_cache, drafted.rows, *place)
+            arrays["draft.logits"] = draft.logits(drafted.recurrent, borrowed)
+    return (target_cache, draft_cache), arrays
