@@ -197,7 +197,7 @@ def generate(
     _start_jax(compile_cache)
     from jaxspec.commands import GenerateFlags, PromptFlags, run_generate
     from jaxspec.console import Display
-    from jaxspec.generate import GenerateConfig
+    from jaxspec.generator import GenerateConfig
     from jaxspec.text import SamplingConfig
 
     models = _models(target, draft, capture, capture_convention, dtype, implementation)

@@ -16,7 +16,7 @@ from jaxspec.contracts import Boundaries
 from jaxspec.draft import Draft
 from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_TARGET, hub_cache
 from jaxspec.errors import InputError
-from jaxspec.generate import Completion, GenerateConfig, Generator
+from jaxspec.generator import Completion, GenerateConfig, Generator
 from jaxspec.prompts import Prompt, check_prompts, encode_prompts, read_prompts, read_tokens
 from jaxspec.recording import Record, RecordConfig, record
 from jaxspec.report import GenerateReport, PromptReport, machine, report_of, version

@@ -1,7 +1,6 @@
 """What a run of `generate` reports: the figures, their formulas, and the `--json` object."""
 
 import dataclasses
-import importlib.metadata
 import os
 import platform
 import shlex
@@ -14,7 +13,7 @@ import jax
 
 from jaxspec.config import TreeConfig
 from jaxspec.draft import Draft
-from jaxspec.generate import Completion, Generator, Run
+from jaxspec.generator import Completion, Generator, Run
 from jaxspec.target import Target
 
 __all__ = [
@@ -24,7 +23,6 @@ __all__ = [
     "command",
     "machine",
     "report_of",
-    "version",
 ]
 
 
@@ -195,14 +193,6 @@ def machine() -> str:
         f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, "
         f"{len(devices)} x {devices[0].device_kind}"
     )
-
-
-def version() -> str:
-    """This package's version; "source" where it runs without having been installed."""
-    try:
-        return importlib.metadata.version("jaxspec")
-    except importlib.metadata.PackageNotFoundError:
-        return "source"
 
 
 def command() -> str:

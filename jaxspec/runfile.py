@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.errors import InputError
-from jaxspec.generate import Completion
+from jaxspec.generator import Completion
 from jaxspec.report import PromptReport
 
 __all__ = ["FORMAT", "RunFile", "entry_of"]

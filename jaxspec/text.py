@@ -1,4 +1,4 @@
-"""Text in, text out: what stands between prompts and `generate.Generator`, which knows only ids."""
+"""Text in, text out: what stands between prompts and a `Generator`, which knows only ids."""
 
 import dataclasses
 import math
@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from jaxspec.draft import Draft
 from jaxspec.errors import InputError
-from jaxspec.generate import Completion, GenerateConfig, Generator, Request, Run
+from jaxspec.generator import Completion, GenerateConfig, Generator, Request, Run
 from jaxspec.prompts import Prompt, check_prompts, encode_prompts
 from jaxspec.report import GenerateReport, PromptReport, report_of
 from jaxspec.target import Target
@@ -161,7 +161,7 @@ def generate(
 ) -> GenerateReport:
     """The continuations of prompts, given as text or as ids, and the figures of the run.
 
-    Compiles anew at every call; `generate.Generator` compiles once for many.
+    Compiles anew at every call; `generator.Generator` compiles once for many.
 
     Raises:
       InputError: a prompt or a setting that cannot be used.

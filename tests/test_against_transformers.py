@@ -16,7 +16,7 @@ from flax import nnx
 from jaxspec.cache import commit
 from jaxspec.checkpoint import load_target
 from jaxspec.config import Numerics
-from jaxspec.generate import GenerateConfig, Generator, Request
+from jaxspec.generator import GenerateConfig, Generator, Request
 from jaxspec.target import Target
 from tests import tiny, torch_reference
 from tests.torch_reference import MINI_TARGET, NEAR_TIE, Record, row_error

@@ -2,11 +2,11 @@ import json
 import re
 
 import pytest
-from tests.tiny_tokenizer import write_tokenizer
 
 from jaxspec.errors import InputError
 from jaxspec.prompts import Prompt, check_prompts, encode_prompts, read_prompts, read_tokens
 from jaxspec.tokenizer import load_tokenizer
+from tests.tiny_tokenizer import write_tokenizer
 
 
 def read(tmp_path, *lines, name="prompts.txt"):

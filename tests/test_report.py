@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec.config import TreeConfig
-from jaxspec.generate import Completion
+from jaxspec.generator import Completion
 from jaxspec.report import GenerateReport, PromptReport
 
 PROMPT_KEYS = {

@@ -4,7 +4,7 @@ import re
 import pytest
 
 from jaxspec.errors import InputError
-from jaxspec.generate import Completion
+from jaxspec.generator import Completion
 from jaxspec.report import PromptReport
 from jaxspec.runfile import RunFile, entry_of
 

@@ -1,14 +1,14 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.tiny_tokenizer import write_tokenizer
 
 from jaxspec.config import TreeConfig
 from jaxspec.errors import InputError
-from jaxspec.generate import Completion, GenerateConfig, Run
+from jaxspec.generator import Completion, GenerateConfig, Run
 from jaxspec.prompts import Prompt
 from jaxspec.text import SamplingConfig, Stopper, continue_prompts
 from jaxspec.tokenizer import Tokenizer, load_tokenizer
+from tests.tiny_tokenizer import write_tokenizer
 
 
 @pytest.fixture(scope="module")

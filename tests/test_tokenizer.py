@@ -6,11 +6,11 @@ import pytest
 import regex
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.tiny_tokenizer import CONTROL, MERGES, TEMPLATE, write_tokenizer
 
 from jaxspec import tokenizer as tokenizer_module
 from jaxspec.errors import InputError
 from jaxspec.tokenizer import KIMI_PATTERN, TextStream, Tokenizer, load_tokenizer
+from tests.tiny_tokenizer import CONTROL, MERGES, TEMPLATE, write_tokenizer
 
 BYTES = {bytes([i]): i for i in range(256)}
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))

@@ -22,7 +22,7 @@ from jaxspec.sampling import Sampling
 from jaxspec.step import Admission, Settings, State, Status, decode, empty_state, prefill
 from jaxspec.target import Target
 
-__all__ = ["Completion", "GenerateConfig", "Generator", "Request", "Run", "generate"]
+__all__ = ["Completion", "GenerateConfig", "Generator", "Request", "Run"]
 
 Finish = Literal["eos", "stop", "length", "capacity"]
 
@@ -322,14 +322,3 @@ def _steps_until(accepted: Sequence[int], num_tokens: int) -> tuple[int, ...]:
         steps.append(min(count, left))
         left -= count + 1
     return tuple(steps)
-
-
-def generate(
-    target: Target,
-    draft: Draft | None,
-    requests: Sequence[Request],
-    config: GenerateConfig,
-    capture: Boundaries | None = None,
-) -> Run:
-    """The completions of the requests; see `Generator`, which compiles once for many calls."""
-    return Generator(target, draft, config, capture).run(requests)
