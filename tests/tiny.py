@@ -199,7 +199,7 @@ def target_config(config: dict) -> TargetConfig:
     fields = {field.name for field in dataclasses.fields(TargetConfig)}
     return TargetConfig(
         **{name: value for name, value in config.items() if name in fields},
-        latent_norm_eps=config["rms_norm_eps"],
+        latent_norm_eps=config.get("latent_norm_eps", config["rms_norm_eps"]),
         rotary=RotaryConfig(
             config["qk_rope_head_dim"], config["rope_theta"], "pairs", _yarn(config)
         ),
