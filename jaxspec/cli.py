@@ -298,6 +298,112 @@ def record(
         print(json.dumps(done.to_dict()))
 
 
+@app.command()
+def convert(
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="Hugging Face directory, or a repository's id.")
+    ],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="Must not exist yet.")],
+    *,
+    kind: Annotated[
+        Literal["auto", "target", "draft"], typer.Option(help="auto: a draft is what has an fc.")
+    ] = "auto",
+    capture_convention: ConventionFlag = None,
+    target: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Ties a draft to this target. Default: it stays open."),
+    ] = None,
+    experts: Annotated[
+        Literal["stored", "int4"], typer.Option(help="int4 quantises plain or fp8 experts.")
+    ] = "stored",
+    latent_norm_eps: Annotated[
+        Literal["rms_norm_eps", "transformers"],
+        typer.Option(help="Of the latent norms: the config's (vLLM, SGLang), or 1e-6."),
+    ] = "rms_norm_eps",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check all that headers show; write nothing.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """A Hugging Face checkpoint into an Orbax one with a manifest; interrupted, it goes on."""
+    from jaxspec.checkpoint import locate
+    from jaxspec.console import Display
+    from jaxspec.convert.write import ConvertConfig
+    from jaxspec.convert.write import convert as run
+    from jaxspec.environment import hub_cache
+
+    config = ConvertConfig(
+        kind,
+        capture_convention,
+        None if target is None else locate(target, hub_cache()),
+        experts,
+        latent_norm_eps,
+    )
+    with Display() as display:
+        report = run(
+            locate(source, hub_cache()),
+            destination,
+            config,
+            is_dry_run=dry_run,
+            progress=display.progress,
+        )
+        if not as_json:
+            verb = "would be" if dry_run else "is"
+            display.say(
+                f"{destination} {verb} the {report.manifest.kind} {report.manifest.identity}; "
+                "`jaxspec inspect` shows every claim"
+            )
+    if as_json:
+        print(json.dumps(report.to_dict()))
+
+
+@app.command()
+def inspect(
+    path: Annotated[
+        str, typer.Argument(metavar="DIR|FEATURES", help="Checkpoint, or features file.")
+    ],
+    *,
+    target: TargetFlag = None,
+    capture_convention: ConventionFlag = None,
+    as_json: JsonFlag = False,
+    compile_cache: CompileCacheFlag = None,
+) -> None:
+    """The contract of a checkpoint: every claim, and where it was read.
+
+    Of a safetensors file with tokens and features: which boundary of --target each chunk really
+    is; exit status 1 if that is not what the file claims.
+    """
+    if path.endswith(".safetensors"):
+        _inspect_features(Path(path), target, as_json, compile_cache)
+        return
+    from jaxspec.checkpoint import locate
+    from jaxspec.convert.inspect import inspect as run
+    from jaxspec.convert.write import ConvertConfig
+    from jaxspec.describe import describe
+    from jaxspec.environment import hub_cache
+
+    config = ConvertConfig(
+        capture_convention=capture_convention,
+        target=None if target is None else locate(target, hub_cache()),
+    )
+    found = run(locate(path, hub_cache()), config)
+    print(json.dumps(found.to_dict()) if as_json else describe(found))
+
+
+def _inspect_features(
+    path: Path, target: str | None, as_json: bool, compile_cache: str | None
+) -> None:
+    _start_jax(compile_cache)
+    from jaxspec.commands import run_identify
+    from jaxspec.console import Display
+
+    with Display() as display:
+        report = run_identify(path, _models(target, "none", None, None, "float32", None), display)
+    print(json.dumps(report.to_dict()) if as_json else report.summary())
+    if not report.holds:
+        raise typer.Exit(1)
+
+
 def _start_jax(compile_cache: str | None) -> None:
     from jaxspec.environment import default_compile_cache, use_compile_cache
 

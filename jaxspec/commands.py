@@ -17,13 +17,15 @@ from jaxspec.draft import Draft
 from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_TARGET, hub_cache
 from jaxspec.errors import InputError
 from jaxspec.generator import Completion, GenerateConfig, Generator
+from jaxspec.identify import FeaturesReport, identify
 from jaxspec.prompts import Prompt, check_prompts, encode_prompts, read_prompts, read_tokens
 from jaxspec.recording import Record, RecordConfig, record
-from jaxspec.report import GenerateReport, PromptReport, machine, report_of, version
+from jaxspec.report import GenerateReport, PromptReport, machine, report_of
 from jaxspec.runfile import RunFile, entry_of
 from jaxspec.target import Target
 from jaxspec.text import SamplingConfig, continue_prompts
 from jaxspec.tokenizer import Tokenizer, load_tokenizer
+from jaxspec.version import version
 
 __all__ = [
     "GenerateFlags",
@@ -32,6 +34,7 @@ __all__ = [
     "TokenizeReport",
     "load",
     "run_generate",
+    "run_identify",
     "run_record",
     "run_tokenize",
 ]
@@ -244,6 +247,18 @@ def run_record(
     done = record(target, draft, sequences, config, display.progress)
     done.save(out)
     return done
+
+
+def run_identify(path: Path, models: ModelFlags, display: Display) -> FeaturesReport:
+    """Which boundaries of the target a features file holds; see `identify.identify`.
+
+    Raises:
+      InputError: the file or the target cannot be used.
+    """
+    if not path.is_file():
+        raise InputError(f"{path}: no such file")
+    target, _ = load(models, display)
+    return identify(path, target, display.progress)
 
 
 def _known(run_file: RunFile, prompts: Sequence[Prompt]) -> dict[int, Completion]:

@@ -17,8 +17,8 @@ from jaxspec.contracts import Boundaries, TargetIds
 from jaxspec.draft import Borrowed, Draft
 from jaxspec.errors import InputError
 from jaxspec.mla import Pass
-from jaxspec.report import version
 from jaxspec.target import Target
+from jaxspec.version import version
 
 __all__ = ["FORMAT", "Record", "RecordConfig", "record"]
 
