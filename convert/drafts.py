@@ -342,7 +342,7 @@ def _check_vocab_map(
             f"tensor d2t: {len(ids) - len(values)} draft ids are duplicates, as of target id "
             f"{values[counts > 1][0]}; every draft id needs a token of its own"
         )
-    if is_kept is not None:
+    elif is_kept is not None:
         num_wrong = int((np.isin(np.arange(vocab), ids) != is_kept).sum())
         if num_wrong:
             reader.report(f"tensors d2t and t2d disagree about {num_wrong} of {vocab} tokens")

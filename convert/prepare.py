@@ -117,8 +117,7 @@ def prepare_target(
     matrices = Matrices(source, quantization)
     rules = list(names.target_rules(matrices, prefix, head, config))
     left = names.unused_target_tensors(prefix, config, facts.num_unused_layers)
-    parameters = parameters_of(abstract_target(config, Numerics(), ""))
-    unused = check_plan(rules, left, source, parameters, problems)
+    unused = check_plan(rules, left, source, problems)
     problems.raise_any()
     function = {
         key: value
@@ -142,8 +141,7 @@ def prepare_draft(
     problems = Problems(str(source.directory))
     config, claims = drafts.read_draft(source, problems, convention)
     rules = list(drafts.draft_rules(source, config, problems))
-    parameters = parameters_of(abstract_draft(config, Numerics(), ""))
-    unused = check_plan(rules, drafts.unused_draft_tensors(), source, parameters, problems)
+    unused = check_plan(rules, drafts.unused_draft_tensors(), source, problems)
     problems.raise_any()
     sizes = dataclasses.asdict(config)
     del sizes["boundaries"]

@@ -188,6 +188,7 @@ def manifest_of(prepared: Prepared) -> Manifest:
             leaf["dtypes"] = sorted({*leaf["dtypes"], dtype})
             in_rule = math.prod(shape if rule.layer is None else shape[1:])
             leaf["bytes"] += in_rule * np.dtype(dtype).itemsize
+    assert leaves.keys() == shapes.keys(), "every parameter is built, and nothing else"
     pieces = {rule.piece: {"name": rule.piece, "layer": rule.layer} for rule in prepared.rules}
     files = [
         {"file": path.name, "bytes": path.stat().st_size, "sha256": None}

@@ -173,28 +173,39 @@ def _fill[Model: (Target, Draft)](
     """
     graph, state = nnx.split(model)
     variables = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
+    want = {path: leaf.get_value() for path, (_, leaf) in variables.items()}
     filled: dict[str, jax.Array] = {}
     problems = Problems(str(directory))
     total, pieces = _pieces(found, directory, problems)
     for done, piece in enumerate(pieces, start=1):
-        for path, array in piece.leaves.items():
-            want = variables[path][1].get_value()
-            if piece.layer is None:
-                assert array.shape == want.shape, (path, array.shape, want.shape)
-                filled[path] = jnp.asarray(array).astype(want.dtype)
-                continue
-            assert array.shape == want.shape[1:], (path, array.shape, want.shape)
-            if path not in filled:
-                filled[path] = jnp.zeros(want.shape, want.dtype)
-            filled[path] = _place(filled[path], array, np.int32(piece.layer))
+        leaves = {
+            path: array.astype(want[path].dtype, copy=False) for path, array in piece.leaves.items()
+        }
+        if piece.layer is None:
+            filled |= {path: jnp.asarray(array) for path, array in leaves.items()}
+        else:
+            if new := {path: want[path] for path in leaves if path not in filled}:
+                filled |= _allocate(new)
+            stacks = {path: filled.pop(path) for path in leaves}
+            filled |= _place(stacks, leaves, np.int32(piece.layer))
         if progress is not None:
             progress(f"loading {directory.name}", done, total)
     problems.raise_any()
-    leaves = [(path, leaf.replace(filled[name])) for name, (path, leaf) in variables.items()]
-    return nnx.merge(graph, nnx.from_flat_state(leaves))
+    for path, array in filled.items():
+        assert array.shape == want[path].shape, (path, array.shape, want[path].shape)
+    full = [(path, leaf.replace(filled[name])) for name, (path, leaf) in variables.items()]
+    return nnx.merge(graph, nnx.from_flat_state(full))
+
+
+def _allocate(shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Zeros of these shapes: one program for all, since each program compiled takes its time."""
+    return jax.jit(lambda: {path: jnp.zeros(s.shape, s.dtype) for path, s in shapes.items()})()
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _place(stack: jax.Array, array: Any, layer: jax.Array) -> jax.Array:
-    """The stack with one layer replaced, in place."""
-    return jax.lax.dynamic_update_index_in_dim(stack, array.astype(stack.dtype), layer, 0)
+def _place(
+    stacks: dict[str, jax.Array], leaves: dict[str, Any], layer: jax.Array
+) -> dict[str, jax.Array]:
+    """The stacks with one layer replaced, in place."""
+    put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=layer, axis=0)
+    return {path: put(stack, leaves[path]) for path, stack in stacks.items()}
