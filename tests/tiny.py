@@ -197,9 +197,9 @@ def related_draft_tensors(config: dict, target: ReferenceTarget) -> dict[str, np
 def target_config(config: dict) -> TargetConfig:
     """The config of the module for a Hugging Face config."""
     fields = {field.name for field in dataclasses.fields(TargetConfig)}
+    given = {name: value for name, value in config.items() if name in fields}
     return TargetConfig(
-        **{name: value for name, value in config.items() if name in fields},
-        latent_norm_eps=config.get("latent_norm_eps", config["rms_norm_eps"]),
+        **{"latent_norm_eps": config["rms_norm_eps"], **given},
         rotary=RotaryConfig(
             config["qk_rope_head_dim"], config["rope_theta"], "pairs", _yarn(config)
         ),
