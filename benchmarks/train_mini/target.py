@@ -22,7 +22,7 @@ class Config:
     vocab_size: int = 1536
     hidden_size: int = 256
     num_hidden_layers: int = 6
-    intermediate_size: int = 512
+    intermediate_size: int = 256
     moe_intermediate_size: int = 256
     n_routed_experts: int = 16
     num_experts_per_tok: int = 2
@@ -122,7 +122,8 @@ def attention(config: Config, p: Params, x_BTD: jax.Array) -> jax.Array:
     q = (rms_norm(x_BTD @ p["q_a"], p["q_a_norm"], eps) @ p["q_b"]).reshape(b, t, n, -1)
     latent = x_BTD @ p["kv_a"]
     kv = (rms_norm(latent[..., :c], p["kv_a_norm"], eps) @ p["kv_b"]).reshape(b, t, n, -1)
-    k_rope = jnp.broadcast_to(rotate(latent[..., None, c:], cos, sin), (b, t, n, latent.shape[-1] - c))
+    k_rope = rotate(latent[..., None, c:], cos, sin)
+    k_rope = jnp.broadcast_to(k_rope, (b, t, n, config.qk_rope_head_dim))
     q = jnp.concatenate([q[..., :h], rotate(q[..., h:], cos, sin)], -1)
     k = jnp.concatenate([kv[..., :h], k_rope], -1)
     scores = jnp.einsum("btnh,bsnh->bnts", q, k) * softmax_scale(config)
@@ -168,13 +169,12 @@ def take_rows(x: jax.Array, index: jax.Array, back: jax.Array) -> jax.Array:
     return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
 
 
-def _take_rows_back(res, grad):
-    back, index = res
+def _take_rows_back(back, grad):
     rows = jnp.take(grad, back.reshape(-1), axis=0, mode="fill", fill_value=0)
     return rows.reshape(*back.shape, -1).sum(1), None, None
 
 
-take_rows.defvjp(lambda x, i, b: (take_rows(x, i, b), (b, i)), _take_rows_back)
+take_rows.defvjp(lambda x, i, b: (take_rows(x, i, b), b), _take_rows_back)
 
 
 def moe(

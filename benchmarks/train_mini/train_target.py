@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import target
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 CAPACITY_FACTOR = 1.25  # training only; choices past it are dropped
 BALANCE_RATE = 0.02  # step of the auxiliary-loss-free bias update, times the learning-rate decay
-# Newton-Schulz coefficients that push singular values to about 1 in few steps (Muon's own).
-ORTHOGONALISE = (3.4445, -4.7750, 2.0315)
 
 
 def loss_fn(params, config, ids, is_int4):
@@ -32,56 +32,52 @@ def loss_fn(params, config, ids, is_int4):
     return loss, (loads, dropped)
 
 
-def is_matrix(path, leaf) -> bool:
-    """Whether Muon updates the leaf: matrices inside layers, but not the router."""
-    names = [getattr(key, "key", None) for key in path]
-    return "layers" in names and "router" not in names and leaf.ndim >= 2
-
-
-def orthogonalise(matrices, steps):
-    """Returns the near-orthogonal factors of a stack `[.., rows, cols]` (Muon, Jordan 2024)."""
-    a, b, c = ORTHOGONALISE
-    is_tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.swapaxes(-1, -2) if is_tall else matrices
-    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7)
-    for _ in range(steps):
-        gram = x @ x.swapaxes(-1, -2)
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.swapaxes(-1, -2) if is_tall else x
-
-
-def update(params, grads, state, lr, muon_lr, muon_steps):
-    """Returns (params, state) after one step: Muon for the matrices, Adam for everything else."""
+def adam(params, grads, state, rate):
+    """Returns (params, state) after one Adam step (betas 0.9 and 0.95, no weight decay)."""
     count = state["count"] + 1
-    flat, tree = jax.tree_util.tree_flatten_with_path(params)
-    new_p, new_m, new_v = [], [], []
-    for (path, p), g, m, v in zip(flat, *map(jax.tree.leaves, (grads, state["m"], state["v"]))):
-        if muon_steps and is_matrix(path, p):
-            m = 0.95 * m + 0.05 * g
-            step = orthogonalise(0.95 * m + 0.05 * g, muon_steps)
-            # Scaled so that one update's rows have an Adam update's size at equal rates.
-            p = p - muon_lr * (0.2 * max(p.shape[-2:]) ** 0.5) * step - muon_lr * 0.05 * p
-        else:
-            m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
-            adam = (m / (1 - 0.9**count)) / (jnp.sqrt(v / (1 - 0.95**count)) + 1e-8)
-            p = p - lr * adam
-        new_p.append(p), new_m.append(m), new_v.append(v)
-    rebuild = functools.partial(jax.tree.unflatten, tree)
-    return rebuild(new_p), {"m": rebuild(new_m), "v": rebuild(new_v), "count": count}
+    m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["m"], grads)
+    v = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g * g, state["v"], grads)
+
+    def move(p, m, v):
+        return p - rate * (m / (1 - 0.9**count)) / (jnp.sqrt(v / (1 - 0.95**count)) + 1e-8)
+
+    return jax.tree.map(move, params, m, v), {"m": m, "v": v, "count": count}
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5), donate_argnums=(0, 1))
-def train_step(params, state, ids, config, is_int4, muon_steps, lr, muon_lr, balance):
-    """Returns (params, optimiser state, loss, share of choices dropped)."""
-    (loss, (loads, dropped)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
-        params, config, ids, is_int4
-    )
+def clip(grads):
+    """Returns the gradients scaled down to a global norm of at most 1."""
     norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
-    grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, 1.0 / (norm + 1e-6)), grads)
-    params, state = update(params, grads, state, lr, muon_lr, muon_steps)
-    for p, load in zip(params["layers"][1:], loads):
+    return jax.tree.map(lambda g: g * jnp.minimum(1.0, 1.0 / (norm + 1e-6)), grads)
+
+
+def gradients(params, ids, config, is_int4):
+    """Returns (loss, tokens per expert, share dropped, gradients), the mean over the cores.
+
+    Every core takes its part of the batch, experts' capacity included: XLA:CPU runs gathers and
+    many fusions on one thread, so two devices of one core beat one device of two.
+    """
+    mesh = jax.make_mesh((jax.device_count(),), ("core",), axis_types=(AxisType.Auto,))
+
+    def part(params, ids):
+        (loss, (loads, dropped)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+            params, config, ids, is_int4
+        )
+        return jax.lax.pmean((loss, loads, dropped / loads.sum(), grads), "core")
+
+    split = jax.shard_map(
+        part, mesh=mesh, in_specs=(P(), P("core")), out_specs=P(), check_vma=False
+    )
+    return split(params, ids)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4), donate_argnums=(0, 1))
+def train_step(params, state, ids, config, is_int4, rate, balance):
+    """Returns (params, optimiser state, loss, share of choices dropped)."""
+    loss, loads, dropped, grads = gradients(params, ids, config, is_int4)
+    params, state = adam(params, clip(grads), state, rate)
+    for p, load in zip(params["layers"][1:], loads, strict=True):
         p["router_bias"] = p["router_bias"] + balance * jnp.sign(load.mean() - load)
-    return params, state, loss, dropped / loads.sum()
+    return params, state, loss, dropped
 
 
 def windows(stream, length, batch, seed):
@@ -130,8 +126,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--muon-lr", type=float, default=3e-3)
-    parser.add_argument("--muon-steps", type=int, default=5, help="0: Adam for everything")
     parser.add_argument("--int4-from", type=float, default=0.6, help="share of time before int4")
     parser.add_argument("--save-minutes", type=float, default=4)
     args = parser.parse_args()
@@ -156,9 +150,10 @@ def main() -> None:
             break
         rate = min(1.0, (step + 1) / 60) * (1 - share)
         params, state, loss, dropped = train_step(
-            params, state, ids.astype(np.int32), config, share >= args.int4_from, args.muon_steps,
-            args.lr * rate, args.muon_lr * rate, BALANCE_RATE * (1 - share),
+            params, state, ids.astype(np.int32), config, share >= args.int4_from,
+            args.lr * rate, BALANCE_RATE * (1 - share),
         )  # fmt: skip
+        loss.block_until_ready()  # or steps queue up and the schedule runs ahead of them
         step += 1
         if time.time() - shown > 15:
             shown = time.time()

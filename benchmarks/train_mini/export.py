@@ -1,0 +1,172 @@
+"""Writes the trained pair in the published layouts: Kimi-K2.5's for the target, SpecForge's draft.
+
+`python export.py --data DIR --target DIR --draft DIR --out DIR` fills `OUT/mini-target` and
+`OUT/mini-draft`.
+"""
+
+import argparse
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import configs
+import draft
+import ml_dtypes
+import numpy as np
+import target
+import tokenizer
+
+PREFIX = "language_model.model."
+MAX_BYTES = 16 * 2**20  # of both directories together
+SHARDS = ("model-00001-of-000002.safetensors", "model-00002-of-000002.safetensors")
+
+
+def bf16(array) -> np.ndarray:
+    """Returns the array in bfloat16, rounded to nearest even."""
+    return np.asarray(array, np.float32).astype(ml_dtypes.bfloat16)
+
+
+def linear(weight_in_out) -> np.ndarray:
+    """Returns a training weight `[in, out]` as torch's Linear stores it, `[out, in]`, in bf16."""
+    return bf16(np.ascontiguousarray(np.asarray(weight_in_out).T))
+
+
+def pack(weight_in_out: np.ndarray, group: int) -> dict[str, np.ndarray]:
+    """Returns compressed-tensors' three tensors of one int4 matrix.
+
+    Eight values share an int32 along the inputs, the first in the lowest four bits, each as
+    value + 8.
+    """
+    value, scale = (np.asarray(part) for part in target.quantise(weight_in_out, group))
+    rows, cols = weight_in_out.shape
+    nibbles = (value.reshape(rows, cols).T + 8).astype(np.uint32).reshape(cols, rows // 8, 8)
+    words = (nibbles << (4 * np.arange(8, dtype=np.uint32))).sum(-1, dtype=np.uint32)
+    return {
+        "weight_packed": words.view(np.int32),
+        "weight_scale": linear(scale[:, 0]),
+        "weight_shape": np.asarray([cols, rows], np.int32),
+    }
+
+
+def layer_tensors(config: target.Config, p: target.Params) -> dict[str, np.ndarray]:
+    """Returns the tensors of one decoder layer by their names inside it."""
+    names = {"q_a": "q_a_proj", "q_b": "q_b_proj", "kv_b": "kv_b_proj", "o": "o_proj"}
+    names["kv_a"] = "kv_a_proj_with_mqa"
+    out = {f"self_attn.{name}.weight": linear(p[key]) for key, name in names.items()}
+    out["input_layernorm.weight"] = bf16(p["input_norm"])
+    out["post_attention_layernorm.weight"] = bf16(p["post_norm"])
+    for key in ("q_a", "kv_a"):
+        out[f"self_attn.{key}_layernorm.weight"] = bf16(p[f"{key}_norm"])
+    if "mlp" in p:
+        return out | {f"mlp.{k}_proj.weight": linear(w) for k, w in p["mlp"].items()}
+    out["mlp.gate.weight"] = linear(p["router"])
+    out["mlp.gate.e_score_correction_bias"] = np.asarray(p["router_bias"], np.float32)
+    out |= {f"mlp.shared_experts.{k}_proj.weight": linear(w) for k, w in p["shared"].items()}
+    for matrix, stack in p["experts"].items():
+        for expert, weight in enumerate(np.asarray(stack)):
+            name = f"mlp.experts.{expert}.{matrix}_proj"
+            packed = pack(weight, config.group_size)
+            out |= {f"{name}.{part}": tensor for part, tensor in packed.items()}
+    return out
+
+
+def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Writes one safetensors file: header length, JSON header, then the data in C order."""
+    names = {"bfloat16": "BF16", "float32": "F32", "int32": "I32", "int64": "I64", "bool": "BOOL"}
+    # The widest elements first, so that every tensor begins at a multiple of its element's size.
+    tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, array in tensors.items():
+        begin, end = end, end + array.nbytes
+        header[name] = {
+            "dtype": names[array.dtype.name],
+            "shape": list(array.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    data = b"".join(np.ascontiguousarray(array).tobytes() for array in tensors.values())
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def write_target(config: target.Config, params: target.Params, data: Path, out: Path) -> None:
+    """Writes the target's directory."""
+    cut = config.num_hidden_layers // 2 + 1
+    shards = [{}, {}]
+    for index, p in enumerate(params["layers"]):
+        tensors = layer_tensors(config, p)
+        shards[index >= cut] |= {f"{PREFIX}layers.{index}.{k}": v for k, v in tensors.items()}
+    shards[1] |= {
+        f"{PREFIX}embed_tokens.weight": bf16(params["embed"]),
+        f"{PREFIX}norm.weight": bf16(params["norm"]),
+        "language_model.lm_head.weight": linear(params["head"]),
+    }
+    for name, tensors in zip(SHARDS, shards, strict=True):
+        write_safetensors(out / name, tensors)
+    total = sum(array.nbytes for tensors in shards for array in tensors.values())
+    weight_map = {
+        key: name for name, tensors in zip(SHARDS, shards, strict=True) for key in tensors
+    }
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    write_json(out / "model.safetensors.index.json", index)
+    content = configs.target_json(config)
+    write_json(out / "config.json", content)
+    im_end = tokenizer.special_tokens(content["text_config"]["bos_token_id"])["<|im_end|>"]
+    generation = {key: content[key] for key in ("bos_token_id", "pad_token_id")}
+    generation["eos_token_id"] = [content["eos_token_id"], im_end]
+    write_json(
+        out / "generation_config.json", generation | {"max_length": configs.max_length(config)}
+    )
+    for name in ("tiktoken.model", "tokenizer_config.json"):
+        shutil.copyfile(data / name, out / name)
+    template = Path(__file__).with_name("chat_template.jinja")
+    shutil.copyfile(template, out / template.name)
+
+
+def write_draft(config: draft.Config, p: dict, draft_ids, target_config, out: Path) -> None:
+    """Writes the draft's directory: SpecForge's layout, the embedding left to the target."""
+    names = {key: f"midlayer.self_attn.{key}_proj.weight" for key in "qkvo"}
+    names |= {key: f"midlayer.mlp.{key}_proj.weight" for key in ("gate", "up", "down")}
+    names |= {"fc": "fc.weight", "head": "lm_head.weight"}
+    tensors = {name: linear(p[key]) for key, name in names.items()}
+    norms = {"input": "input_layernorm", "hidden": "hidden_norm"}
+    norms["post"] = "post_attention_layernorm"
+    tensors |= {f"midlayer.{name}.weight": bf16(p[f"{k}_norm"]) for k, name in norms.items()}
+    tensors["norm.weight"] = bf16(p["norm"])
+    in_draft = np.zeros(target_config.vocab_size, bool)
+    in_draft[draft_ids] = True
+    tensors |= {"t2d": in_draft, "d2t": draft_ids - np.arange(len(draft_ids), dtype=np.int64)}
+    write_safetensors(out / "model.safetensors", tensors)
+    write_json(out / "config.json", configs.draft_json(config, target_config))
+
+
+def main() -> None:
+    """Writes both directories and checks their size."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--target", type=Path, required=True)
+    parser.add_argument("--draft", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    params = pickle.loads((args.target / "state.pkl").read_bytes())["params"]
+    trained = pickle.loads((args.draft / "draft.pkl").read_bytes())
+    vocab_size = json.loads((args.data / "corpus.json").read_text())["vocab_size"]
+    config = target.Config(vocab_size=vocab_size)
+    for name in ("mini-target", "mini-draft"):
+        (args.out / name).mkdir(parents=True, exist_ok=True)
+    write_target(config, params, args.data, args.out / "mini-target")
+    draft_out = args.out / "mini-draft"
+    write_draft(draft.Config(), trained["params"], trained["draft_ids"], config, draft_out)
+    size = sum(path.stat().st_size for path in args.out.glob("mini-*/*"))
+    print(f"{size} bytes, {size / 2**20:.2f} MiB of {MAX_BYTES / 2**20:.0f}")
+    if size > MAX_BYTES:
+        raise SystemExit("the pair is larger than it may be")
+
+
+if __name__ == "__main__":
+    main()

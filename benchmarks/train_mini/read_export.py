@@ -1,0 +1,121 @@
+"""Reads an exported pair back into training form, from the files alone (numpy, no jaxspec)."""
+
+import json
+from pathlib import Path
+
+import draft
+import ml_dtypes
+import numpy as np
+import safetensors
+import target
+
+_DTYPES = {
+    "BF16": ml_dtypes.bfloat16,
+    "F32": np.float32,
+    "I32": np.int32,
+    "I64": np.int64,
+    "BOOL": np.bool_,
+}
+
+
+def read_tensors(directory: Path) -> dict[str, np.ndarray]:
+    """Returns every tensor of a directory's safetensors files by name."""
+    tensors = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        for name, info in safetensors.deserialize(path.read_bytes()):
+            array = np.frombuffer(info["data"], _DTYPES[info["dtype"]])
+            tensors[name] = array.reshape(info["shape"])
+    return tensors
+
+
+def dequantise(tensors: dict[str, np.ndarray], name: str) -> np.ndarray:
+    """Returns one int4 matrix `[out, in]` as the exact f32 product of value and scale."""
+    words, scale = tensors[f"{name}.weight_packed"], tensors[f"{name}.weight_scale"]
+    rows, cols = tensors[f"{name}.weight_shape"]
+    value = ((words[..., None] >> (4 * np.arange(8))) & 15).reshape(rows, -1)[:, :cols] - 8
+    group = cols // scale.shape[1]
+    return value.astype(np.float32) * np.repeat(scale.astype(np.float32), group, 1)
+
+
+def read_target(directory: Path) -> tuple[target.Config, target.Params]:
+    """Returns the target's config and its parameters, the experts dequantised."""
+    text = json.loads((directory / "config.json").read_text())["text_config"]
+    names = target.Config.__dataclass_fields__
+    rope = text["rope_scaling"]
+    config = target.Config(
+        **{name: text[name] for name in names if name in text},
+        rope_factor=rope["factor"],
+        rope_original_length=rope["original_max_position_embeddings"],
+    )
+    tensors = read_tensors(directory)
+
+    def vector(name: str) -> np.ndarray:
+        return tensors[f"language_model.{name}"].astype(np.float32)
+
+    def linear(name: str) -> np.ndarray:
+        return np.ascontiguousarray(vector(f"{name}.weight").T)
+
+    def mlp(name: str) -> dict:
+        return {key: linear(f"{name}.{key}_proj") for key in ("gate", "up", "down")}
+
+    def experts(name: str) -> dict:
+        def stack(key: str) -> np.ndarray:
+            each = range(config.n_routed_experts)
+            found = [dequantise(tensors, f"language_model.{name}.{e}.{key}_proj") for e in each]
+            return np.stack([weight.T for weight in found])
+
+        return {key: stack(key) for key in ("gate", "up", "down")}
+
+    def layer(index: int) -> dict:
+        at = f"model.layers.{index}."
+        out = {key: linear(f"{at}self_attn.{key}_proj") for key in ("q_a", "q_b", "kv_b", "o")}
+        out |= {
+            "kv_a": linear(f"{at}self_attn.kv_a_proj_with_mqa"),
+            "input_norm": vector(f"{at}input_layernorm.weight"),
+            "post_norm": vector(f"{at}post_attention_layernorm.weight"),
+            "q_a_norm": vector(f"{at}self_attn.q_a_layernorm.weight"),
+            "kv_a_norm": vector(f"{at}self_attn.kv_a_layernorm.weight"),
+        }
+        if index < text["first_k_dense_replace"]:
+            return out | {"mlp": mlp(f"{at}mlp")}
+        return out | {
+            "router": linear(f"{at}mlp.gate"),
+            "router_bias": vector(f"{at}mlp.gate.e_score_correction_bias"),
+            "shared": mlp(f"{at}mlp.shared_experts"),
+            "experts": experts(f"{at}mlp.experts"),
+        }
+
+    params = {
+        "embed": vector("model.embed_tokens.weight"),
+        "norm": vector("model.norm.weight"),
+        "head": linear("lm_head"),
+        "layers": [layer(i) for i in range(config.num_hidden_layers)],
+    }
+    return config, params
+
+
+def read_draft(directory: Path) -> tuple[draft.Config, dict, np.ndarray]:
+    """Returns the draft's config, its parameters, and the target id of every draft id."""
+    content = json.loads((directory / "config.json").read_text())
+    ids = content["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    names = draft.Config.__dataclass_fields__
+    known = {name: content[name] for name in names if name in content}
+    config = draft.Config(**known, boundaries=tuple(k + 1 for k in ids))
+    tensors = read_tensors(directory)
+
+    def linear(name: str) -> np.ndarray:
+        return np.ascontiguousarray(tensors[f"{name}.weight"].astype(np.float32).T)
+
+    p = {key: linear(f"midlayer.self_attn.{key}_proj") for key in "qkvo"}
+    p |= {key: linear(f"midlayer.mlp.{key}_proj") for key in ("gate", "up", "down")}
+    p |= {"fc": linear("fc"), "head": linear("lm_head")}
+    norms = {
+        "input_norm": "midlayer.input_layernorm",
+        "hidden_norm": "midlayer.hidden_norm",
+        "post_norm": "midlayer.post_attention_layernorm",
+        "norm": "norm",
+    }
+    p |= {key: tensors[f"{name}.weight"].astype(np.float32) for key, name in norms.items()}
+    draft_ids = tensors["d2t"] + np.arange(len(tensors["d2t"]))
+    assert np.array_equal(np.flatnonzero(tensors["t2d"]), draft_ids)
+    return config, p, draft_ids

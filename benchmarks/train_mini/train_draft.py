@@ -1,0 +1,147 @@
+"""Trains the mini draft on a trained target: `python train_draft.py --data DIR --target DIR ...`.
+
+The target is used exactly as it is exported (int4 experts, bf16 elsewhere) and stays frozen.
+"""
+
+import argparse
+import functools
+import json
+import pickle
+import time
+from pathlib import Path
+
+import draft
+import jax
+import jax.numpy as jnp
+import numpy as np
+import target
+import train_target
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+NUM_STEPS = 4  # recurrent steps of the training-time test
+STEP_WEIGHT = 0.8  # every later step counts this much of the one before it
+CAPACITY_FACTOR = 2.0  # the target's experts: hardly a choice is dropped
+
+
+def as_exported(config: target.Config, params: target.Params) -> target.Params:
+    """Returns the parameters with the exported checkpoint's values: int4 experts, others bf16."""
+
+    def value(path, leaf):
+        names = [getattr(key, "key", None) for key in path]
+        if "router_bias" in names:
+            return leaf  # float32 in the checkpoint
+        if "experts" in names:
+            return target.fake_int4(leaf, config.group_size)
+        return leaf.astype(jnp.bfloat16).astype(jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(value, params)
+
+
+def load_target(directory: Path, data: Path) -> tuple[target.Config, target.Params]:
+    """Returns a trained target's config and its parameters as exported."""
+    vocab_size = json.loads((data / "corpus.json").read_text())["vocab_size"]
+    config = target.Config(vocab_size=vocab_size)
+    params = pickle.loads((directory / "state.pkl").read_bytes())["params"]
+    return config, as_exported(config, jax.tree.map(jnp.asarray, params))
+
+
+def features_and_logits(config, params, ids, boundaries, capacity_factor=CAPACITY_FACTOR):
+    """Returns (concatenated boundaries `[B, T, G]`, the target's logits)."""
+    logits, states, _, _ = target.forward(config, params, ids, capacity_factor, is_int4=False)
+    return jnp.concatenate([states[b] for b in boundaries], -1), logits
+
+
+def loss_fn(p, config, embed, features, logits, ids, draft_ids):
+    """Returns the weighted cross-entropy against the target's distribution, summed over steps.
+
+    The label is the target's probability of each draft token; what lies outside the draft's
+    vocabulary is left out, so a position counts as much as the draft can cover of it.
+    """
+    label = jax.nn.softmax(logits)[..., draft_ids]
+    total = 0.0
+    for s, out in enumerate(draft.unroll(config, p, features, embed, ids, NUM_STEPS)):
+        want = label[:, s + 1 : s + 1 + out.shape[1]]
+        step_loss = -jnp.mean(jnp.sum(want * jax.nn.log_softmax(out), -1))
+        total += STEP_WEIGHT**s * step_loss
+    return total
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5), donate_argnums=(0, 1))
+def train_step(p, state, target_params, ids, config, target_config, draft_ids, rate):
+    """Returns (parameters, optimiser state, loss)."""
+    mesh = jax.make_mesh((jax.device_count(),), ("core",), axis_types=(AxisType.Auto,))
+
+    def part(p, target_params, ids):
+        features, logits = features_and_logits(target_config, target_params, ids, config.boundaries)
+        loss, grads = jax.value_and_grad(loss_fn)(
+            p, config, target_params["embed"], features, logits, ids, draft_ids
+        )
+        return jax.lax.pmean((loss, grads), "core")
+
+    specs = (P(), P(), P("core"))
+    loss, grads = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)(
+        p, target_params, ids
+    )
+    p, state = train_target.adam(p, train_target.clip(grads), state, rate)
+    return p, state, loss
+
+
+def frequent_ids(stream: np.ndarray, vocab_size: int, num_ids: int) -> np.ndarray:
+    """Returns the most frequent ids of the training text, ascending."""
+    counts = np.bincount(stream, minlength=vocab_size)
+    return np.sort(np.argsort(-counts, kind="stable")[:num_ids])
+
+
+def main() -> None:
+    """Runs the training."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--target", type=Path, required=True, help="train_target's --out")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, required=True)
+    parser.add_argument("--start", type=Path, help="a draft's directory to start from")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    stream = np.load(args.data / "train.npy")
+    target_config, target_params = load_target(args.target, args.data)
+    config = draft.Config()
+    draft_ids = frequent_ids(stream, target_config.vocab_size, config.draft_vocab_size)
+    p = draft.init(config, target_params, draft_ids, seed=0)
+    if args.start:
+        loaded = pickle.loads((args.start / "draft.pkl").read_bytes())
+        p = jax.tree.map(jnp.asarray, loaded["params"])
+    zeros = jax.tree.map(jnp.zeros_like, p)
+    state = {"m": zeros, "v": jax.tree.map(jnp.copy, zeros), "count": jnp.zeros((), jnp.int32)}
+    began = shown = saved = time.time()
+    step = 0
+
+    def save() -> None:
+        train_target.save(args.out / "draft.pkl", params=p, draft_ids=draft_ids, step=step)
+
+    for ids in train_target.windows(stream, args.length - 1, args.batch, seed=1):
+        share = (time.time() - began) / (args.minutes * 60)
+        if share >= 1:
+            break
+        rate = args.lr * min(1.0, (step + 1) / 40) * (1 - share)
+        p, state, loss = train_step(
+            p, state, target_params, ids.astype(np.int32), config, target_config, draft_ids, rate
+        )
+        loss.block_until_ready()  # or steps queue up and the schedule runs ahead of them
+        step += 1
+        if time.time() - shown > 15:
+            shown = time.time()
+            line = {"step": step, "seconds": round(shown - began), "loss": round(float(loss), 4)}
+            print(json.dumps(line), flush=True)
+        if time.time() - saved > 180:
+            saved = time.time()
+            save()
+    save()
+    print(json.dumps({"done": step, "tokens": step * args.batch * args.length}))
+
+
+if __name__ == "__main__":
+    main()
