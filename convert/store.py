@@ -5,8 +5,9 @@ whole (measured: a 1.5 GB leaf takes 1.6 GB). So a layer is a checkpoint of its 
 renames into place when it is complete.
 """
 
+import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +16,19 @@ from flax import traverse_util
 
 from jaxspec.convert.plan import Piece
 
-__all__ = ["is_written", "read_piece", "remove_unfinished", "write_pieces"]
+__all__ = ["is_written", "read_piece", "remove_unfinished", "writing_to"]
 
 
-def write_pieces(directory: Path, pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """Writes each piece as it is drawn, and gives it on."""
+@contextlib.contextmanager
+def writing_to(directory: Path) -> Iterator[Callable[[Piece], None]]:
+    """A function that writes a piece under `directory`."""
     with ocp.PyTreeCheckpointer() as checkpointer:
-        for piece in pieces:
+
+        def write(piece: Piece) -> None:
             tree = traverse_util.unflatten_dict(piece.leaves, sep=".")
             checkpointer.save(directory.absolute() / piece.name, tree)
-            yield piece
+
+        yield write
 
 
 def is_written(directory: Path, name: str) -> bool:

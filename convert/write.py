@@ -11,7 +11,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from jaxspec.config import Numerics, TargetConfig
 from jaxspec.convert.configs import LatentNormEps
 from jaxspec.convert.drafts import Convention, is_draft
 from jaxspec.convert.manifest import MANIFEST, PARTIAL, Manifest, is_converted, read_manifest
-from jaxspec.convert.plan import Piece, leaf_dtypes
+from jaxspec.convert.plan import leaf_dtypes
 from jaxspec.convert.prepare import (
     Experts,
     Prepared,
@@ -34,7 +34,7 @@ from jaxspec.convert.prepare import (
 )
 from jaxspec.convert.problems import CheckpointError, Problems
 from jaxspec.convert.source import Source
-from jaxspec.convert.store import is_written, remove_unfinished, write_pieces
+from jaxspec.convert.store import is_written, remove_unfinished, writing_to
 from jaxspec.version import version
 
 __all__ = ["ConversionReport", "ConvertConfig", "convert", "manifest_of", "prepare", "read_card"]
@@ -216,14 +216,13 @@ def _write(prepared: Prepared, manifest: Manifest, partial: Path, progress: Prog
     kept = _resume(manifest, partial)
     problems, params = Problems(str(prepared.source.directory)), partial / "params"
 
-    def good_pieces() -> Iterator[Piece]:
-        for piece in prepared.pieces(problems, skip=kept):
+    with writing_to(params) as write:
+        for done, piece in enumerate(prepared.pieces(problems, kept), start=len(kept) + 1):
             if not problems.found:
-                yield piece
-
-    for done, _ in enumerate(write_pieces(params, good_pieces()), start=len(kept) + 1):
-        if progress is not None:
-            progress("converting", done, len(manifest.pieces))
+                write(piece)
+            del piece  # before the next one is built
+            if progress is not None:
+                progress("converting", done, len(manifest.pieces))
     if problems.found:
         shutil.rmtree(partial)
         problems.raise_any()

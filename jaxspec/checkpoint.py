@@ -188,6 +188,8 @@ def _fill[Model: (Target, Draft)](
                 filled |= _allocate(new)
             stacks = {path: filled.pop(path) for path in leaves}
             filled |= _place(stacks, leaves, np.int32(piece.layer))
+            del stacks
+        del piece, leaves  # before the next piece is read
         if progress is not None:
             progress(f"loading {directory.name}", done, total)
     problems.raise_any()

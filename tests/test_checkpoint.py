@@ -1,5 +1,7 @@
 """`load_target` and `load_draft`: every layout, against modules that tiny.py fills by itself."""
 
+import tracemalloc
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -7,9 +9,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxspec.checkpoint import load_draft, load_target
+from jaxspec.checkpoint import _place, load_draft, load_target
 from jaxspec.config import Numerics
 from jaxspec.convert import transforms
+from jaxspec.convert.prepare import prepare_target
+from jaxspec.convert.problems import Problems
+from jaxspec.convert.source import Source
 from tests import make_checkpoint, tiny
 
 F32 = tiny.NUMERICS
@@ -114,3 +119,34 @@ def test_experts_quantised_only_when_asked(tmp_path):
     np.testing.assert_array_equal(got["experts.gate_up_words"][2, 7, 1], words)
     np.testing.assert_array_equal(got["experts.gate_up_scales"][2, 7, 1], scales)
     jax.block_until_ready(nnx.state(plain))
+
+
+def test_layers_are_placed_without_a_copy():
+    """A stack is donated: the layer goes into the buffer that is there."""
+    stacks = {"w": jnp.zeros((4, 64, 64)), "b": jnp.zeros((4, 64), jnp.bfloat16)}
+    jax.block_until_ready(stacks)
+    before = {path: stack.unsafe_buffer_pointer() for path, stack in stacks.items()}
+    leaves = {"w": np.ones((64, 64), np.float32), "b": np.ones(64, ml_dtypes.bfloat16)}
+    placed = _place(stacks, leaves, np.int32(2))
+    assert {path: stack.unsafe_buffer_pointer() for path, stack in placed.items()} == before
+    assert float(placed["w"].sum()) == 64 * 64
+    assert all(stack.is_deleted() for stack in stacks.values())
+
+
+def test_one_layer_is_in_memory_at_a_time(tmp_path):
+    """The most that reading and building takes does not grow with the number of layers."""
+    peaks = []
+    for num_layers in (4, 10):
+        config = make_checkpoint.target_config()
+        config["text_config"] |= {"num_hidden_layers": num_layers, "n_routed_experts": 32}
+        tensors = make_checkpoint.target_tensors(config)
+        directory = make_checkpoint.write(tmp_path / str(num_layers), config, tensors)
+        prepared, problems = prepare_target(Source(directory)), Problems("here")
+        tracemalloc.start()
+        for piece in prepared.pieces(problems):
+            del piece
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    words = 32 * (2 * 32 + 64) * 32 * 4  # of one layer's experts, in bytes
+    assert words < peaks[0] < 3 * words
+    assert peaks[1] < 1.1 * peaks[0]
