@@ -1,0 +1,401 @@
+"""How far a draft could get: what one that knew the target's own probabilities would reach.
+
+A draft's acceptance says little by itself, since half of it is the text's: after `import` anybody
+guesses, inside a name nobody does. So the same tree is grown again from the target's own
+distributions, at the request's temperature, top-k and top-p, and walked along the text that was
+emitted. Greedy text has one possible continuation, and every level of the tree is accepted.
+
+The rows of the whole text are computed once and fill the cache. A step at the root in position r
+then reads the first r + 1 of them, and only the tree's own rows are new.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.cache import Latents, commit
+from jaxspec.config import TreeConfig
+from jaxspec.contracts import DraftIds, TargetIds
+from jaxspec.dims import typed
+from jaxspec.draft import Borrowed, Draft
+from jaxspec.errors import InputError
+from jaxspec.generator import Request
+from jaxspec.mla import Pass
+from jaxspec.sampling import Sampling, keep_top
+from jaxspec.target import Target
+from jaxspec.tree import Tree, build
+from jaxspec.verify import accept
+
+__all__ = ["Ceiling", "TextCeiling", "accept_ceiling"]
+
+CHUNK = 128
+"""Tokens per pass over the text: one compilation for every length."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TextCeiling:
+    """What a draft that knows the target would have reached on one text.
+
+    Attributes:
+      accepted: its drafted tokens accepted in each step; a step emits one more.
+      num_emitted: tokens that those steps emitted: all but the text's first, which is prefill's.
+      best: for every token the steps emitted, the probability of the one that was likeliest there:
+        how often the best single guess is right.
+      draft: the probability of the token that the given draft would have guessed there; None
+        without a draft.
+      agrees: whether the draft's guess was the likeliest token; None without a draft.
+    """
+
+    accepted: tuple[int, ...]
+    num_emitted: int
+    best: np.ndarray
+    draft: np.ndarray | None
+    agrees: np.ndarray | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceiling:
+    """The ceilings of several texts under one tree; figures of no tokens are None."""
+
+    texts: tuple[TextCeiling, ...]
+    levels: int
+
+    @property
+    def accept_length(self) -> float | None:
+        """Tokens emitted by steps per step, bonus included."""
+        return _mean_ratio(
+            sum(text.num_emitted for text in self.texts),
+            sum(len(text.accepted) for text in self.texts),
+        )
+
+    @property
+    def accept_per_depth(self) -> tuple[float | None, ...]:
+        """Share of all steps in which the token at depth d + 1 was accepted."""
+        accepted = [count for text in self.texts for count in text.accepted]
+        return tuple(
+            _mean_ratio(sum(count > depth for count in accepted), len(accepted))
+            for depth in range(self.levels)
+        )
+
+    @property
+    def first_token(self) -> float | None:
+        """Mean probability of the likeliest token: no single guess is accepted more often."""
+        return self._mean("best")
+
+    @property
+    def draft_first_token(self) -> float | None:
+        """Mean probability that the draft's first guess is accepted."""
+        return self._mean("draft")
+
+    @property
+    def top1_agreement(self) -> float | None:
+        """How often the draft's first guess is the target's likeliest token."""
+        return self._mean("agrees")
+
+    def _mean(self, name: str) -> float | None:
+        of_texts = [getattr(text, name) for text in self.texts]
+        if any(values is None for values in of_texts):
+            return None
+        return _mean_ratio(sum(float(v.sum()) for v in of_texts), sum(len(v) for v in of_texts))
+
+
+def accept_ceiling(
+    target: Target,
+    requests: Sequence[Request],
+    emitted: Sequence[Sequence[int]],
+    tree: TreeConfig,
+    draft: Draft | None = None,
+    *,
+    batch_size: int = 8,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Ceiling:
+    """The ceiling of `tree` on texts that were emitted, or on any other text.
+
+    Args:
+      requests: the prompts, and how their tokens were chosen.
+      emitted: the tokens after each prompt. The first one is the first root, as if from prefill.
+      draft: also measure its first guesses, teacher-forced, with this draft.
+      batch_size: texts at a time.
+      progress: called with "ceiling", and how many of how many texts are done.
+
+    Raises:
+      ContractError: draft and target do not belong together.
+      InputError: there is no such tree, or a text has no prompt.
+    """
+    tree.check()
+    if tree.branches > target.config.vocab_size:
+        raise InputError(f"tree {tree}: more branches than the target has tokens")
+    if any(not request.prompt_ids for request in requests):
+        raise InputError("a text without a prompt: nothing stands before its first token")
+    capture = None
+    if draft is not None:
+        capture = target.boundaries(
+            draft.config.boundaries.ids, "target capture, as the draft's claim asks"
+        )
+    pairs = list(zip(requests, emitted, strict=True))
+    longest = max((len(r.prompt_ids) + len(tokens) for r, tokens in pairs), default=0)
+    slots = -(-longest // CHUNK) * CHUNK
+    graph, params = nnx.split((target, draft))
+
+    @jax.jit
+    def measure(params, texts: _Texts):
+        target, draft = nnx.merge(graph, params)
+        cache, seen = _read(target, draft, texts, tree, capture)
+        return seen, *_walk(target, cache, seen, texts, tree)
+
+    done: list[TextCeiling] = []
+    for some in itertools.batched(pairs, batch_size):
+        seen, accepted_BS, num_steps_B = jax.device_get(
+            measure(params, _texts(some, batch_size, slots))
+        )
+        for b, (request, tokens) in enumerate(some):
+            # The roots: every emitted token that another one follows.
+            roots = slice(
+                len(request.prompt_ids), len(request.prompt_ids) + max(len(tokens) - 1, 0)
+            )
+            has_draft = draft is not None
+            done.append(
+                TextCeiling(
+                    tuple(accepted_BS[b, : num_steps_B[b]].tolist()),
+                    max(len(tokens) - 1, 0),
+                    np.exp(seen.log_prob[b, roots, 0]),
+                    np.exp(seen.guess_log_prob[b, roots]) if has_draft else None,
+                    seen.guess_agrees[b, roots] if has_draft else None,
+                )
+            )
+        if progress is not None:
+            progress("ceiling", len(done), len(pairs))
+    return Ceiling(tuple(done), tree.levels)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["tokens", "prompt_len", "text_len", "sampling"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class _Texts:
+    """Prompts with what follows: [B,S] ids, `prompt_len` [B] and `text_len` [B] of them."""
+
+    tokens: Any
+    prompt_len: Any
+    text_len: Any
+    sampling: Sampling
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["log_prob", "token", "guess_log_prob", "guess_agrees"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """What may follow each position of the texts.
+
+    Attributes:
+      log_prob, token: [B,S,W] the likeliest tokens, best first, and their log-probabilities.
+      guess_log_prob: [B,S] log-probability of the draft's guess; None without a draft.
+      guess_agrees: [B,S] whether that is the likeliest token; None without a draft.
+    """
+
+    log_prob: Any
+    token: Any
+    guess_log_prob: Any
+    guess_agrees: Any
+
+
+def _texts(pairs: Sequence[tuple[Request, Sequence[int]]], batch_size: int, slots: int) -> _Texts:
+    """The texts of a batch; places without one are empty."""
+    tokens = np.zeros((batch_size, slots), np.int32)
+    prompt_len, text_len = np.zeros(batch_size, np.int32), np.zeros(batch_size, np.int32)
+    temperature, top_k = np.zeros(batch_size, np.float32), np.zeros(batch_size, np.int32)
+    top_p = np.ones(batch_size, np.float32)
+    for b, (request, emitted) in enumerate(pairs):
+        whole = [*request.prompt_ids, *emitted]
+        tokens[b, : len(whole)] = whole
+        prompt_len[b], text_len[b] = len(request.prompt_ids), len(whole)
+        temperature[b], top_k[b], top_p[b] = request.temperature, request.top_k, request.top_p
+    no_seed = np.zeros(batch_size, np.uint32)  # the text is there already: nothing is drawn
+    return _Texts(tokens, prompt_len, text_len, Sampling(no_seed, temperature, top_k, top_p))
+
+
+def _read(
+    target: Target, draft: Draft | None, texts: _Texts, tree: TreeConfig, capture: Any
+) -> tuple[Latents, _Seen]:
+    """The cache of the whole texts, and what may follow each of their positions."""
+    batch, slots = texts.tokens.shape
+    vocab_size = target.config.vocab_size
+    borrowed = Borrowed(target.embed[...], target.head[...])
+    # The draft reads one token further; past a text's end its guesses are about nothing.
+    tokens_BS = jnp.pad(texts.tokens, ((0, 0), (0, 1)))
+    row_BT = jnp.broadcast_to(jnp.arange(CHUNK, dtype=jnp.int32), (batch, CHUNK))
+
+    def chunk(carry, start):
+        target_cache, draft_cache, guess_B = carry
+        pos_BT, start_B = start + row_BT, jnp.broadcast_to(start, (batch,))
+        is_real_BT = pos_BT < texts.text_len[:, None]
+        at = Pass(pos_BT, start_B, None, is_real_BT)
+        place = row_BT, start_B, is_real_BT.sum(1, dtype=jnp.int32)
+        ids_BT = lax.dynamic_slice_in_dim(tokens_BS, start, CHUNK, axis=1)
+        seen = target(TargetIds(ids_BT, vocab_size), at, target_cache, capture)
+        target_cache = commit(target_cache, seen.rows, *place)
+        log_prob_BTV = _log_probs(target.logits(seen.hidden), texts.sampling)
+        log_prob_BTW, token_BTW = lax.top_k(log_prob_BTV, tree.branches)
+        if draft is None:
+            return (target_cache, None, guess_B), _Seen(log_prob_BTW, token_BTW, None, None)
+        next_BT = lax.dynamic_slice_in_dim(tokens_BS, start + 1, CHUNK, axis=1)
+        drafted = draft.fuse(
+            seen.features, TargetIds(next_BT, vocab_size), at, draft_cache, borrowed
+        )
+        draft_cache = commit(draft_cache, drafted.rows, *place)
+        best = jnp.argmax(draft.logits(drafted.recurrent, borrowed), axis=-1).astype(jnp.int32)
+        ids = draft.vocab_map.to_target(DraftIds(best, draft.config.draft_vocab_size))
+        own_BT = ids.require(vocab_size, "ceiling")
+        # Row t of the draft has read token t + 1, and guesses what follows it.
+        guess_BT = jnp.concatenate([guess_B[:, None], own_BT[:, :-1]], axis=1)
+        guess_log_prob_BT = jnp.take_along_axis(log_prob_BTV, guess_BT[:, :, None], axis=-1)[..., 0]
+        found = _Seen(log_prob_BTW, token_BTW, guess_log_prob_BT, guess_BT == token_BTW[..., 0])
+        return (target_cache, draft_cache, own_BT[:, -1]), found
+
+    empty = (
+        target.empty_cache(batch, slots),
+        None if draft is None else draft.empty_cache(batch, slots),
+        jnp.zeros((batch,), jnp.int32),
+    )
+    starts = jnp.arange(0, slots, CHUNK, dtype=jnp.int32)
+    (target_cache, _, _), chunks = lax.scan(chunk, empty, starts)
+    # [chunks, B, CHUNK, ...] -> [B, S, ...]
+    seen = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, slots, *x.shape[3:]), chunks)
+    return target_cache, seen
+
+
+def _walk(
+    target: Target, cache: Latents, seen: _Seen, texts: _Texts, shape: TreeConfig
+) -> tuple[Int[Array, "B S"], Int[Array, "B"]]:
+    """The accepted tokens of each step, and the number of steps, of every text."""
+    batch, slots = texts.tokens.shape
+    place_B = jnp.arange(batch)
+
+    def goes_on(carry):
+        root_B, _, _ = carry
+        return (root_B + 1 < texts.text_len).any()
+
+    def body(carry):
+        root_B, accepted_BS, num_steps_B = carry
+        is_running_B = root_B + 1 < texts.text_len
+        tree = _grow(target, cache, seen, texts, root_B, is_running_B, shape)
+        # What followed each node's depth in the text; past its end, nothing is ever right.
+        after_BJ = root_B[:, None] + tree.depth + 1
+        chosen_BJ = texts.tokens.at[place_B[:, None], after_BJ].get(mode="fill", fill_value=-1)
+        chosen_BJ = jnp.where(after_BJ < texts.text_len[:, None], chosen_BJ, -1)
+        count_B = accept(tree, chosen_BJ).count
+        slot_B = jnp.where(is_running_B, num_steps_B, slots)
+        return (
+            jnp.where(is_running_B, root_B + count_B + 1, root_B),
+            accepted_BS.at[place_B, slot_B].set(count_B, mode="drop"),
+            num_steps_B + is_running_B.astype(jnp.int32),
+        )
+
+    start = texts.prompt_len, jnp.zeros((batch, slots), jnp.int32), jnp.zeros((batch,), jnp.int32)
+    _, accepted_BS, num_steps_B = lax.while_loop(goes_on, body, start)
+    return accepted_BS, num_steps_B
+
+
+def _grow(
+    target: Target,
+    cache: Latents,
+    seen: _Seen,
+    texts: _Texts,
+    pos_B: Int[Array, "B"],
+    is_running_B: Bool[Array, "B"],
+    shape: TreeConfig,
+) -> Tree:
+    """The tree below the token at `pos_B`, by the rule of `propose`, from the target itself.
+
+    The first level was seen when the text was read. Each further one is a target pass over all
+    beams so far, of which only the new ones' continuations are wanted.
+    """
+    k, levels = shape.branches, shape.levels
+    batch, num_rows = pos_B.shape[0], (levels - 1) * k
+    depth_T = jnp.asarray(np.repeat(np.arange(1, levels, dtype=np.int32), k))
+
+    def at_root(values: jax.Array) -> jax.Array:
+        return values.at[jnp.arange(batch), pos_B].get(mode="clip")
+
+    first = at_root(seen.log_prob), at_root(seen.token)
+    beams = (
+        *first,
+        jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (batch, k)),  # their pool indices
+        jnp.zeros((batch, k, num_rows), bool),  # the rows of their chains
+    )
+    rows = jnp.zeros((batch, num_rows), jnp.int32), jnp.zeros((batch, num_rows, num_rows), bool)
+
+    def level(carry, depth):
+        (token_BT, sees_BTT), (score_BW, token_BW, pool_BW, chain_BWT) = carry
+        row = (depth - 1) * k
+        own_WT = row + jnp.arange(k)[:, None] == jnp.arange(num_rows)[None]
+        chain_BWT = chain_BWT | own_WT[None]
+        token_BT = lax.dynamic_update_slice_in_dim(token_BT, token_BW, row, axis=1)
+        sees_BTT = lax.dynamic_update_slice_in_dim(sees_BTT, chain_BWT, row, axis=1)
+        at = Pass(
+            pos_B[:, None] + depth_T[None],
+            pos_B + 1,
+            sees_BTT,
+            is_running_B[:, None] & (depth_T <= depth)[None],
+        )
+        out = target(TargetIds(token_BT, target.config.vocab_size), at, cache, None)
+        hidden_BWD = lax.dynamic_slice_in_dim(out.hidden, row, k, axis=1)
+        log_prob_BWV = _log_probs(target.logits(hidden_BWD), texts.sampling)
+        log_prob_BWM, next_token_BWM = lax.top_k(log_prob_BWV, k)
+        candidate_BI = (score_BW[:, :, None] + log_prob_BWM).reshape(batch, k * k)
+        token_BI = next_token_BWM.reshape(batch, k * k)
+        parent_BI = jnp.repeat(pool_BW, k, axis=1)
+        next_score_BW, best_BW = lax.top_k(candidate_BI, k)
+        beams = (
+            next_score_BW,
+            jnp.take_along_axis(token_BI, best_BW, axis=1),
+            k + (depth - 1) * k * k + best_BW,
+            jnp.take_along_axis(chain_BWT, (best_BW // k)[:, :, None], axis=1),
+        )
+        return ((token_BT, sees_BTT), beams), (candidate_BI, token_BI, parent_BI)
+
+    pool = [(*first, jnp.full((batch, k), -1, jnp.int32))]
+    if levels > 1:
+        _, deeper = lax.scan(level, (rows, beams), jnp.arange(1, levels, dtype=jnp.int32))
+        pool.append(tuple(jnp.moveaxis(x, 0, 1).reshape(batch, -1) for x in deeper))
+    score_BI, token_BI, parent_BI = (
+        jnp.concatenate(parts, axis=1) for parts in zip(*pool, strict=True)
+    )
+    level_I = jnp.asarray(np.repeat(np.arange(levels), [k] + [k * k] * (levels - 1)))
+    root_B = at_root(texts.tokens)
+    return build(root_B, score_BI, token_BI, parent_BI, level_I, nodes=shape.nodes, levels=levels)
+
+
+@typed
+def _log_probs(logits_BTV: Float[Array, "B T V"], sampling: Sampling) -> Float[Array, "B T V"]:
+    """Log-probabilities of what `sampling.choose` chooses: after temperature, top-k and top-p.
+
+    Greedy choice is certain: 0 for the likeliest token, -inf for all others.
+    """
+    logits_BTV = jnp.where(jnp.isnan(logits_BTV), -jnp.inf, logits_BTV)
+    is_sampled_B11 = (sampling.temperature > 0)[:, None, None]
+    score_BTV = logits_BTV / jnp.where(is_sampled_B11, sampling.temperature[:, None, None], 1.0)
+    is_kept_BTV = keep_top(score_BTV, sampling.top_k, sampling.top_p)
+    sampled_BTV = jax.nn.log_softmax(jnp.where(is_kept_BTV, score_BTV, -jnp.inf), axis=-1)
+    best_BT1 = jnp.argmax(logits_BTV, axis=-1)[..., None]
+    is_best_BTV = jnp.arange(logits_BTV.shape[-1])[None, None] == best_BT1
+    return jnp.where(is_sampled_B11, sampled_BTV, jnp.where(is_best_BTV, 0.0, -jnp.inf))
+
+
+def _mean_ratio(total: float, count: int) -> float | None:
+    """The quotient; None where there is nothing to divide by."""
+    return total / count if count else None
