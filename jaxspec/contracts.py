@@ -180,7 +180,7 @@ class VocabMap:
 
     def to_target(self, ids: DraftIds) -> TargetIds:
         """The target ids that `ids` stand for."""
-        index = ids.require(self.draft_vocab_size, "VocabMap.to_target")
+        index = DraftIds.require(ids, self.draft_vocab_size, "VocabMap.to_target")
         return TargetIds(self.targets[index], self.target_vocab_size)
 
     @classmethod

@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxspec.cache import KeyValues
 from jaxspec.config import DraftConfig, Numerics
@@ -132,7 +132,8 @@ class Draft(nnx.Module):
           ContractError: these are not the features this draft was trained on.
         """
         features_BTG = features.require(self.config.boundaries, "draft.fuse")
-        return self._layer(features_BTG @ self.fc[...], tokens, at, cache, None, target)
+        ids_BT = TargetIds.require(tokens, self.config.vocab_size, "draft.fuse")
+        return self._layer(features_BTG @ self.fc[...], ids_BT, at, cache, None, target)
 
     def recur(
         self,
@@ -148,21 +149,21 @@ class Draft(nnx.Module):
         Args:
           earlier: scratch rows of the levels above; see `DraftAttention`.
         """
-        return self._layer(recurrent_BTD, tokens, at, cache, earlier, target)
+        ids_BT = TargetIds.require(tokens, self.config.vocab_size, "draft.recur")
+        return self._layer(recurrent_BTD, ids_BT, at, cache, earlier, target)
 
     @typed
     def _layer(
         self,
         hidden_BTD: Float[Array, "B T D"],
-        tokens: TargetIds,
+        ids_BT: Int[Array, "B T"],
         at: Pass,
         cache: KeyValues,
         earlier: KeyValues | None,
         target: Borrowed,
     ) -> DraftPass:
-        index_BT = tokens.require(self.config.vocab_size, "draft")
         table_VD = target.embed if self.embed is None else self.embed[...]
-        embedding_BTD = self.input_norm(table_VD[index_BT])
+        embedding_BTD = self.input_norm(table_VD[ids_BT])
         normed_BTD = self.hidden_norm(hidden_BTD)
         residual_BTD = normed_BTD if self.config.norm_before_residual else hidden_BTD
         y_BTD, rows = self.attention(

@@ -118,8 +118,7 @@ class Target(nnx.Module):
                 f"target: asked to capture {capture}\n  but this target is {self.identity}"
             )
         c = self.config
-        index_BT = tokens.require(c.vocab_size, "target")
-        x_BTD = self.embed[...][index_BT]
+        x_BTD = self.embed[...][TargetIds.require(tokens, c.vocab_size, "target")]
         angles = rotary_angles(c.rotary, at.pos)
         # boundary -> slot of the capture buffer; the last slot takes what nobody asked for. A
         # boundary asked for twice is captured once and repeated below.

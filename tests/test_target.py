@@ -67,11 +67,8 @@ def test_chunks_and_cached_decode(target, wanted, chunk):
         cache = commit(cache, outputs[2], every_row, starts, jnp.full(2, chunk))
 
 
-@pytest.mark.parametrize(
-    "capture", [(4, 0, 2), (3,), (1, 1, 4)], ids=["in another order", "one", "one of them twice"]
-)
-def test_any_boundaries(target, wanted, capture):
-    pos = np.broadcast_to(np.arange(4), (2, 4))
+def test_any_boundaries_in_any_order(target, wanted):
+    pos, capture = np.broadcast_to(np.arange(4), (2, 4)), (4, 0, 2, 2)
     outputs = run(target, IDS[:, :4], pos, [0, 0], poisoned(target), capture)
     assert_same(outputs, wanted, slice(4), capture)
 
