@@ -149,9 +149,7 @@ def run_generate(flags: GenerateFlags, display: Display) -> GenerateReport:
       ContractError: draft and target do not belong together.
     """
     models = flags.models
-    # Ids in, ids out: prompts that are ids need no tokenizer, and get no text.
-    has_text = flags.prompts.tokens is None
-    tokenizer = load_tokenizer(models.target_directory) if has_text else None
+    tokenizer = _tokenizer(models, flags.prompts)
     prompts = flags.prompts.read(tokenizer)
     flags.sampling.check(has_text=tokenizer is not None)
     target, draft = load(models, display)
@@ -185,6 +183,20 @@ def run_generate(flags: GenerateFlags, display: Display) -> GenerateReport:
     return report_of(generator, target, draft, reports, run)
 
 
+def _tokenizer(models: ModelFlags, prompts: PromptFlags) -> Tokenizer | None:
+    """The target's; None for prompts that are ids, which are answered with ids."""
+    if prompts.tokens is not None:
+        return None
+    directory = models.target_directory
+    tokenizer = load_tokenizer(directory)
+    if tokenizer is None:
+        raise InputError(
+            f"{directory}: no tiktoken.model in it, so text cannot become ids; give ids with "
+            "--tokens"
+        )
+    return tokenizer
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenizeReport:
     """Prompts with their ids, and the tokenizer that made them."""
@@ -214,9 +226,9 @@ def run_tokenize(models: ModelFlags, prompts: PromptFlags) -> TokenizeReport:
     Raises:
       InputError: a prompt cannot be used, or the target has no tokenizer.
     """
-    tokenizer = load_tokenizer(models.target_directory)
+    tokenizer = _tokenizer(models, prompts)
+    assert tokenizer is not None, "prompts to tokenize are text"
     encoded = prompts.read(tokenizer)
-    assert tokenizer is not None, "text was encoded"
     return TokenizeReport(tuple(encoded), tokenizer)
 
 
@@ -234,9 +246,7 @@ def run_record(
       InputError: a flag, a prompt or a checkpoint cannot be used.
       ContractError: draft and target do not belong together.
     """
-    has_text = prompts.tokens is None
-    tokenizer = load_tokenizer(models.target_directory) if has_text else None
-    encoded = prompts.read(tokenizer)
+    encoded = prompts.read(_tokenizer(models, prompts))
     if not out.parent.is_dir():
         raise InputError(f"--out {out}: there is no directory {out.parent}")
     target, draft = load(models, display)

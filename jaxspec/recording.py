@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jaxspec.cache import commit
@@ -56,12 +57,14 @@ class Record:
           InputError: it cannot be written there.
         """
         part = path.with_name(path.name + ".part")
+        # Safetensors writes a view's underlying memory, whatever the view shows of it.
+        arrays = {name: np.ascontiguousarray(array) for name, array in self.arrays.items()}
         try:
-            save_file(self.arrays, part, self.metadata)
+            save_file(arrays, part, self.metadata)
             part.replace(path)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             part.unlink(missing_ok=True)
-            raise InputError(f"{path}: cannot be written ({error.strerror})") from error
+            raise InputError(f"{path}: cannot be written ({error})") from error
 
     def to_dict(self) -> dict[str, Any]:
         """Shapes, dtypes and metadata; the arrays themselves are the file's."""
@@ -118,16 +121,11 @@ def record(
         target.empty_cache(batch, slots),
         None if draft is None else draft.empty_cache(batch, slots),
     )
-
-    @functools.partial(jax.jit, donate_argnums=1)
-    def program(params, caches, tokens, lengths_B, start):
-        return _chunk(*nnx.merge(graph, params), caches, tokens, lengths_B, start, plan)
-
     one_more = np.pad(tokens_BT, ((0, 0), (0, 1)))  # the draft reads one token further
     chunks = []
     for start in range(0, slots, CHUNK):
         tokens = one_more[:, start : start + CHUNK + 1]
-        caches, arrays = program(params, caches, tokens, lengths_B, np.int32(start))
+        caches, arrays = _chunk(graph, params, caches, tokens, lengths_B, np.int32(start), plan)
         chunks.append(jax.device_get(arrays))
         if progress is not None:
             progress("recording", start + CHUNK, slots)
@@ -186,8 +184,10 @@ def _padded(sequences: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]
     return tokens, lengths
 
 
-def _chunk(target, draft, caches, tokens, lengths_B, start, plan: _Plan):
+@functools.partial(jax.jit, static_argnames=("graph", "plan"), donate_argnames="caches")
+def _chunk(graph, params, caches, tokens, lengths_B, start, plan: _Plan):
     """The caches with this chunk's rows, and its arrays, [B,CHUNK,...] each."""
+    target, draft = nnx.merge(graph, params)
     c, (target_cache, draft_cache) = target.config, caches
     batch = tokens.shape[0]
     row_BT = jnp.broadcast_to(jnp.arange(CHUNK, dtype=jnp.int32), (batch, CHUNK))
