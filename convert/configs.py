@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any, Literal
 
 from jaxspec.config import RotaryConfig, TargetConfig, Yarn
+from jaxspec.convert import known_keys
 from jaxspec.convert.fields import Claim, Fields
 from jaxspec.convert.problems import Problems
 from jaxspec.convert.source import Source
@@ -26,44 +27,6 @@ ARCHITECTURES = (
 )
 WRAPPER = "kimi_k25"
 FLAT = ("kimi_k2", "deepseek_v3")
-
-HOUSEKEEPING = {
-    "_name_or_path": "a label",
-    "auto_map": "names remote code, which is never run",
-    "bos_token_id": "the tokenizer's",
-    "dtype": "each tensor's own element type is read",
-    "initializer_range": "training only",
-    "pad_token_id": "nothing is padded with it",
-    "torch_dtype": "each tensor's own element type is read",
-    "transformers_version": "a label",
-    "use_cache": "serving option",
-}
-"""Keys of any config that never change what the model computes."""
-
-TEXT_IGNORED = HOUSEKEEPING | {
-    "attention_dropout": "training only",
-    "aux_loss_alpha": "training only",
-    "ep_size": "a sharding of the training run",
-    "head_dim": "the rotary part of a head; qk_rope_head_dim says it",
-    "output_router_logits": "serving option",
-    "pretraining_tp": "a sharding of the training run",
-    "router_aux_loss_coef": "training only",
-    "seq_aux": "training only",
-}
-WRAPPER_IGNORED = HOUSEKEEPING | {
-    "ignore_index": "training only",
-    "image_token_id": "vision, which is not converted",
-    "media_placeholder_token_id": "vision, which is not converted",
-    "mm_projector_type": "vision, which is not converted",
-    "projection_hidden_size": "vision, which is not converted",
-    "projection_layer_norm_eps": "vision, which is not converted",
-    "use_unified_vision_chunk": "vision, which is not converted",
-    "video_placeholder": "vision, which is not converted",
-    "video_token_id": "vision, which is not converted",
-    "vision_config": "vision, which is not converted",
-    "vision_end_token_id": "vision, which is not converted",
-    "vision_start_token_id": "vision, which is not converted",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +87,7 @@ def read_target_config(
         problems.raise_any()
     for fields in {id(top): top, id(text): text}.values():
         _check_architectures(fields)
+        known_keys.leave_housekeeping(fields)
     if is_wrapper:
         text.expect("model_type", *FLAT)
     sizes = _take_sizes(text)
@@ -134,7 +98,7 @@ def read_target_config(
     if is_wrapper:
         _check_wrapper(top, text)
     quantization = _read_quantization(top, text)
-    text.ignore(TEXT_IGNORED)
+    text.ignore(known_keys.TEXT)
     eos = _read_eos(source, top, text)
     for fields in {id(top): top, id(text): text}.values():
         fields.finish()
@@ -275,10 +239,8 @@ def _check_sizes(text: Fields, sizes: dict[str, Any]) -> None:
 
 def _check_wrapper(top: Fields, text: Fields) -> None:
     """Makes a fact that stands in both objects with two values a problem."""
-    top.ignore(WRAPPER_IGNORED)
-    for key in sorted(set(top.data) & set(text.data)):
-        if key in ("architectures", "model_type", "eos_token_id", *WRAPPER_IGNORED):
-            continue
+    top.ignore(known_keys.WRAPPER)
+    for key in sorted(set(top.data) & set(text.data) - top.seen):
         top.ignore({key: "compared with text_config"})
         if top.data[key] != text.data[key]:
             top.problems.add(

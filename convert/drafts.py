@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxspec.config import DraftConfig
 from jaxspec.contracts import Boundaries
-from jaxspec.convert import transforms
-from jaxspec.convert.configs import HOUSEKEEPING, read_rotary
+from jaxspec.convert import known_keys, transforms
+from jaxspec.convert.configs import read_rotary
 from jaxspec.convert.fields import Claim, Fields
 from jaxspec.convert.plan import Reader, Rule, UnusedRule, Want, simple_rule
 from jaxspec.convert.problems import Problems
@@ -32,26 +32,6 @@ needs to know how many layers the target has."""
 NUM_DEFAULT_BOUNDARIES = 3
 LAYER_PREFIXES = ("midlayer.", "layers.0.")
 MLA_KEYS = ("q_lora_rank", "kv_lora_rank")
-
-LLAMA_IGNORED = HOUSEKEEPING | {
-    "architectures": "the tensors say what the draft is",
-    "attention_dropout": "training only",
-    "eos_token_id": "the target's counts",
-    "max_position_embeddings": "never limits anything: rotary angles are computed for any position",
-    "max_window_layers": "read with use_sliding_window",
-    "pretraining_tp": "a sharding of the training run",
-}
-SPECULATORS_IGNORED = HOUSEKEEPING | {
-    "architectures": "the tensors say what the draft is",
-    "embed_requires_grad": "training only",
-    "has_no_defaults_at_init": "a label",
-    "speculators_config": "names the verifier it was trained for and how many tokens to propose",
-    "speculators_version": "a label",
-}
-EAGLE_IGNORED = {
-    "eagle_decoder_type": "a label",
-    "parallel_draft_step": "how many tokens to propose",
-}
 
 
 def is_draft(source: Source) -> bool:
@@ -87,7 +67,8 @@ def read_draft(
     layer = top
     if is_speculators:
         top.expect("speculators_model_type", "eagle3")
-        top.ignore(SPECULATORS_IGNORED)
+        top.ignore(known_keys.SPECULATORS)
+        known_keys.leave_housekeeping(top)
         layer = top.nested("transformer_layer_config")
     sizes = _take_sizes(top, layer, is_speculators)
     problems.raise_any()
@@ -194,7 +175,8 @@ def _find(source: Source, name: str) -> str:
 
 def _take_sizes(top: Fields, layer: Fields, is_speculators: bool) -> dict[str, Any]:
     """The fields of `DraftConfig` that the config has as they are; what else it says is checked."""
-    layer.ignore(LLAMA_IGNORED)
+    layer.ignore(known_keys.LLAMA)
+    known_keys.leave_housekeeping(layer)
     for key, supported in (
         ("model_type", ("llama", None)),
         ("hidden_act", ("silu", None)),
@@ -255,9 +237,11 @@ def _read_boundaries(top: Fields, convention: Convention | None) -> tuple[tuple[
         eagle.expect(option, True, None)
     eagle.expect("use_input_layernorm_in_first_layer", True, None)
     eagle.expect("use_mtp_layernorm", False, None)
-    eagle.ignore(EAGLE_IGNORED)
+    eagle.ignore(known_keys.EAGLE)
     found = {fields.place(key): fields.take_ids(key) for fields in (top, eagle)}
-    stated = [fields.take("capture_convention", str, "") for fields in (top, eagle)]
+    for fields in (top, eagle):
+        fields.expect("capture_convention", None, "before", "after")
+    stated = top.data.get("capture_convention") or eagle.data.get("capture_convention")
     eagle.finish()
     problems, given = top.problems, {where: ids for where, ids in found.items() if ids}
     if not given:
@@ -265,7 +249,7 @@ def _read_boundaries(top: Fields, convention: Convention | None) -> tuple[tuple[
     if len(set(given.values())) > 1:
         problems.add(" but ".join(f"{where} is {list(ids)}" for where, ids in given.items()))
     where, ids = next(iter(given.items()))
-    read_as, why = _read_convention(problems, where, ids, convention, max(stated))
+    read_as, why = _read_convention(problems, where, ids, convention, stated)
     boundaries = ids if read_as == "before" else tuple(one + 1 for one in ids)
     if min(boundaries) < 0:
         problems.add(f"{where} is {list(ids)}: no boundary comes before 0, the embedding output")
@@ -277,7 +261,7 @@ def _read_convention(
     where: str,
     ids: tuple[int, ...],
     asked_for: Convention | None,
-    stated: str,
+    stated: str | None,
 ) -> tuple[str, str]:
     """What the ids mean, and why they are read so.
 
@@ -286,11 +270,8 @@ def _read_convention(
     """
     if asked_for is not None:
         return asked_for, "as asked for"
-    if stated in ("before", "after"):
+    if stated is not None:
         return stated, "the config says so"
-    if stated:
-        problems.add(f"config.json: capture_convention is {stated!r}; expected before or after")
-        return "before", ""
     if ids[0] in (1, 2) and 0 not in ids:
         return {1: "after", 2: "before"}[ids[0]], f"the first id is {ids[0]}"
     problems.add(

@@ -28,12 +28,13 @@ class Fields:
       data: the object.
       where: its place, as in `config.json: text_config`.
       claims: what was taken, by key, with where it stood.
+      seen: the keys that are accounted for.
     """
 
     def __init__(self, data: Mapping[str, Any], where: str, problems: Problems) -> None:
         self.data, self.where, self.problems = data, where, problems
         self.claims: dict[str, Claim] = {}
-        self._seen: set[str] = set()
+        self.seen: set[str] = set()
 
     def place(self, key: str) -> str:
         """Where `key` stands: `config.json: text_config.key`."""
@@ -41,7 +42,7 @@ class Fields:
 
     def nested(self, key: str) -> "Fields":
         """The object under `key`, which counts as taken; empty where there is none."""
-        self._seen.add(key)
+        self.seen.add(key)
         data = self.data.get(key)
         if data is not None and not isinstance(data, Mapping):
             self.problems.add(f"{self.place(key)} is {data!r}; expected an object")
@@ -54,7 +55,7 @@ class Fields:
         A missing or malformed value becomes a problem, and an empty `kind()` is returned: call
         `problems.raise_any()` before computing with what was taken.
         """
-        self._seen.add(key)
+        self.seen.add(key)
         value = self.data.get(key)
         if value is None:
             if default is _REQUIRED:
@@ -72,7 +73,7 @@ class Fields:
 
     def take_ids(self, key: str) -> tuple[int, ...] | None:
         """The value of `key`, a whole number or a list of them, or None where it is absent."""
-        self._seen.add(key)
+        self.seen.add(key)
         value = self.data.get(key)
         if value is None:
             return None
@@ -85,7 +86,7 @@ class Fields:
 
     def expect(self, key: str, *supported: Any, why: str = "") -> None:
         """Makes any other value of `key` a problem; None among `supported` lets it be absent."""
-        self._seen.add(key)
+        self.seen.add(key)
         value = self.data.get(key)
         if not any(value == one and type(value) is type(one) for one in supported):
             found = repr(value) if key in self.data else "absent"
@@ -96,11 +97,11 @@ class Fields:
 
     def ignore(self, reasons: Mapping[str, str]) -> None:
         """Lets these keys be, each for the reason the table gives."""
-        self._seen.update(reasons)
+        self.seen.update(reasons)
 
     def finish(self) -> None:
         """Makes every key that was neither taken, expected nor ignored a problem."""
-        for key in sorted(set(self.data) - self._seen):
+        for key in sorted(set(self.data) - self.seen):
             self.problems.add(
                 f"{self.place(key)} is {self.data[key]!r}: jaxspec does not know this key, and it "
                 "may change the model"

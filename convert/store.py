@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 from flax import traverse_util
 
 from jaxspec.convert.plan import Piece
+from jaxspec.convert.problems import CheckpointError
 
 __all__ = ["is_written", "read_piece", "remove_unfinished", "writing_to"]
 
@@ -43,8 +44,19 @@ def remove_unfinished(directory: Path) -> None:
 
 
 def read_piece(directory: Path, name: str, layer: int | None) -> Piece:
-    """A piece as it was written."""
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        tree = checkpointer.restore(directory.absolute() / name)
+    """A piece as it was written.
+
+    Raises:
+      CheckpointError: it is missing or damaged.
+    """
+    try:
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            tree = checkpointer.restore(directory.absolute() / name)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).split(" [tensorstore_spec")[0]
+        raise CheckpointError(
+            str(directory.parent),
+            [f"{directory.name}/{name} is missing or damaged; convert again ({reason})"],
+        ) from error
     leaves = traverse_util.flatten_dict(tree, sep=".")
     return Piece(name, layer, {path: np.asarray(leaf) for path, leaf in leaves.items()})

@@ -178,9 +178,15 @@ def _fill[Model: (Target, Draft)](
     problems = Problems(str(directory))
     total, pieces = _pieces(found, directory, problems)
     for done, piece in enumerate(pieces, start=1):
-        leaves = {
-            path: array.astype(want[path].dtype, copy=False) for path, array in piece.leaves.items()
-        }
+        leaves = {}
+        for path, array in piece.leaves.items():
+            if path not in want or array.shape != want[path].shape[piece.layer is not None :]:
+                problems.add(
+                    f"piece {piece.name} holds {path} {list(array.shape)}, which this model's "
+                    "config has no room for"
+                )
+                problems.raise_any()
+            leaves[path] = array.astype(want[path].dtype, copy=False)
         if piece.layer is None:
             filled |= {path: jnp.asarray(array) for path, array in leaves.items()}
         else:
@@ -189,12 +195,12 @@ def _fill[Model: (Target, Draft)](
             stacks = {path: filled.pop(path) for path in leaves}
             filled |= _place(stacks, leaves, np.int32(piece.layer))
             del stacks
-        del piece, leaves  # before the next piece is read
+        del piece, leaves, array  # before the next piece is read
         if progress is not None:
             progress(f"loading {directory.name}", done, total)
+    if missing := want.keys() - filled.keys():
+        problems.add(f"no piece holds {', '.join(sorted(missing))}")
     problems.raise_any()
-    for path, array in filled.items():
-        assert array.shape == want[path].shape, (path, array.shape, want[path].shape)
     full = [(path, leaf.replace(filled[name])) for name, (path, leaf) in variables.items()]
     return nnx.merge(graph, nnx.from_flat_state(full))
 

@@ -399,7 +399,7 @@ DRAFT_CASES = {
     ),
     "unknown convention": (
         change("eagle_config.capture_convention", "between"),
-        ["capture_convention is 'between'", "before or after"],
+        ["capture_convention is 'between'", "'before' or 'after'"],
     ),
     "ids in two places": (
         change(IDS, [1, 2, 3]),

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxspec.checkpoint import load_draft, load_target
+from jaxspec.checkpoint import load_draft, load_target, locate
 from jaxspec.convert.inspect import inspect
 from jaxspec.convert.problems import CheckpointError
 from jaxspec.convert.write import ConvertConfig, convert
@@ -198,3 +198,36 @@ def test_latent_norm_eps_is_a_recorded_choice(kimi, tmp_path):
     ours = load_target(tmp_path / "out", F32, latent_norm_eps="rms_norm_eps")
     assert ours.config == dataclasses.replace(model.config, latent_norm_eps=1e-5)
     assert ours.identity == model.identity == load_target(kimi, F32).identity
+
+
+def test_damaged_conversion(kimi, tmp_path):
+    """A piece that is gone or cut short, and a manifest that was changed."""
+    out = tmp_path / "out"
+    convert(kimi, out)
+    layer, manifest = out / "params" / "layer_002", out / "manifest.json"
+    data = next(path for path in layer.rglob("*") if path.is_file() and path.parent.name == "d")
+    kept = data.read_bytes()
+    data.write_bytes(kept[: len(kept) // 2])
+    with pytest.raises(CheckpointError, match="params/layer_002 is missing or damaged"):
+        load_target(out, F32)
+    data.write_bytes(kept)
+    load_target(out, F32)
+    text = manifest.read_text()
+    manifest.write_text(text.replace('"q_lora_rank": 28', '"q_lora_rank": 27'))
+    with pytest.raises(CheckpointError, match="config has no room for"):
+        load_target(out, F32)
+    manifest.write_text(text)
+    layer.rename(out / "params" / "elsewhere")
+    with pytest.raises(CheckpointError, match="params/layer_002 is missing or damaged"):
+        load_target(out, F32)
+
+
+def test_repository_in_the_local_cache(kimi, tmp_path):
+    """Hugging Face's cache layout: refs name the snapshot. Nothing is downloaded."""
+    repository = tmp_path / "models--moonshotai--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc123\n")
+    (repository / "snapshots").mkdir()
+    (repository / "snapshots" / "abc123").symlink_to(kimi)
+    found = locate("moonshotai/tiny", tmp_path)
+    assert inspect(found).manifest.identity == inspect(kimi).manifest.identity

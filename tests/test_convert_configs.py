@@ -374,3 +374,28 @@ def test_speculators_must_say_where_the_residual_is():
     del config["norm_before_residual"]
     with pytest.raises(CheckpointError, match="norm_before_residual is missing"):
         read_draft(source(config), Problems("here"))
+
+
+def test_what_transformers_4_writes_into_nested_configs():
+    """Dozens of generation defaults, which change nothing, and five keys that could."""
+    config = copy.deepcopy(KIMI_K25)
+    config["text_config"] |= {
+        "_name_or_path": "",
+        "add_cross_attention": False,
+        "bad_words_ids": None,
+        "cross_attention_hidden_size": None,
+        "do_sample": False,
+        "id2label": {"0": "LABEL_0", "1": "LABEL_1"},
+        "is_decoder": False,
+        "is_encoder_decoder": False,
+        "pruned_heads": {},
+        "repetition_penalty": 1.0,
+        "temperature": 1.0,
+        "tie_encoder_decoder": False,
+        "torchscript": False,
+        "typical_p": 1.0,
+    }
+    assert read(config).config == read(KIMI_K25).config
+    config["text_config"]["pruned_heads"] = {"3": [1]}
+    with pytest.raises(CheckpointError, match=r"pruned_heads is .*a plain decoder"):
+        read(config)
