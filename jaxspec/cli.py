@@ -89,7 +89,7 @@ PromptFileFlag = Annotated[
         metavar="F",
         rich_help_panel=Prompts,
         help="Plain text, a prompt a line, or JSON lines with prompt, messages, conversations "
-        "(ShareGPT), turns (MT-bench) or question (GSM8K).",
+        "(ShareGPT), turns (MT-bench) or question (GSM8K). Default: PROMPT.",
     ),
 ]
 TokensFlag = Annotated[
@@ -98,7 +98,7 @@ TokensFlag = Annotated[
         "--tokens",
         metavar="F",
         rich_help_panel=Prompts,
-        help="JSON list of lists of ids, in place of text; no text comes back.",
+        help="JSON list of lists of ids, in place of text; no text comes back. Default: PROMPT.",
     ),
 ]
 ChatFlag = Annotated[
@@ -142,18 +142,26 @@ def generate(
     ] = None,
     speculative_num_steps: Annotated[
         int | None,
-        typer.Option(metavar="N", rich_help_panel="Speculation", help="SGLang's name of LEVELS."),
+        typer.Option(
+            metavar="N",
+            rich_help_panel="Speculation",
+            help="SGLang's name of LEVELS. Default: --tree's.",
+        ),
     ] = None,
     speculative_eagle_topk: Annotated[
         int | None,
-        typer.Option(metavar="N", rich_help_panel="Speculation", help="SGLang's name of BRANCHES."),
+        typer.Option(
+            metavar="N",
+            rich_help_panel="Speculation",
+            help="SGLang's name of BRANCHES. Default: --tree's.",
+        ),
     ] = None,
     speculative_num_draft_tokens: Annotated[
         int | None,
         typer.Option(
             metavar="N",
             rich_help_panel="Speculation",
-            help="SGLang's name of NODES, root included.",
+            help="SGLang's name of NODES, root included. Default: --tree's.",
         ),
     ] = None,
     capture: CaptureFlag = None,
@@ -306,7 +314,8 @@ def convert(
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Must not exist yet.")],
     *,
     kind: Annotated[
-        Literal["auto", "target", "draft"], typer.Option(help="auto: a draft is what has an fc.")
+        Literal["auto", "target", "draft"],
+        typer.Option(help="auto takes what has an fc for a draft."),
     ] = "auto",
     capture_convention: ConventionFlag = None,
     target: Annotated[

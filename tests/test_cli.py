@@ -1,0 +1,350 @@
+"""The command line end to end: on a tiny random pair with a tokenizer, in this process."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+import jaxspec
+from jaxspec import cli
+from jaxspec.console import Display
+from jaxspec.environment import default_compile_cache, hub_cache
+from jaxspec.tokenizer import load_tokenizer
+from tests import make_checkpoint, tiny
+from tests.test_report import KEYS, PROMPT_KEYS
+from tests.tiny_tokenizer import write_tokenizer
+
+VOCAB = 600
+PROMPT = "def the(abc): return 123"
+CACHE_SETTINGS = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A directory with `target`, `draft` and `bare`, a target without a tokenizer."""
+    place = tmp_path_factory.mktemp("cli")
+    config = {**make_checkpoint.target_config("flat"), "vocab_size": VOCAB}
+    tensors = make_checkpoint.target_tensors(config)
+    for name in ("target", "bare"):
+        make_checkpoint.write(place / name, config, tensors)
+    write_tokenizer(place / "target")
+    draft = {**tiny.DRAFT_CONFIG, "vocab_size": VOCAB, "draft_vocab_size": 400}
+    draft["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
+    draft["eagle_config"]["capture_convention"] = "before"
+    make_checkpoint.write(place / "draft", draft, tiny.draft_tensors(draft))
+    return place
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_cache(tmp_path_factory):
+    """A cache of compiled programs for these tests alone, and JAX's settings as they were."""
+    before = {name: getattr(jax.config, name) for name in CACHE_SETTINGS}
+    compilation_cache.reset_cache()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def run(place, monkeypatch, capsys):
+    """Runs `jaxspec ARGS` in `place`: exit status, stdout, stderr."""
+
+    def run(*args: str) -> tuple[int, str, str]:
+        monkeypatch.chdir(place)
+        monkeypatch.setattr(sys, "argv", ["jaxspec", *args])
+        with pytest.raises(SystemExit) as exit:
+            cli.main()
+        out, err = capsys.readouterr()
+        return exit.value.code or 0, out, err
+
+    return run
+
+
+PAIR = ("--target", "target", "--draft", "draft")
+SHORT = ("--tree", "2x1x3", "--max-new-tokens", "12", "--context-length", "64")
+
+
+def test_json_is_the_contract(run, place):
+    status, out, err = run("generate", PROMPT, *PAIR, *SHORT, "--json")
+    assert status == 0, err
+    assert err == ""
+    report = json.loads(out.splitlines()[-1])
+    assert report.keys() >= KEYS
+    (prompt,) = report["prompts"]
+    assert prompt.keys() >= PROMPT_KEYS
+    tokenizer = load_tokenizer(place / "target")
+    assert tokenizer is not None
+    assert prompt["prompt_len"] == len(tokenizer.encode(PROMPT))
+    assert prompt["text"] == tokenizer.decode(prompt["tokens"])
+    assert len(prompt["tokens"]) == 12
+    assert prompt["finish"] == "length"
+    assert prompt["accept_length"] == pytest.approx(11 / prompt["num_steps"])
+    assert (report["tree"], report["dtype"], report["implementation"]) == (
+        *("2x1x3", "float32", "xla"),
+    )
+    assert report["jax_version"] == jax.__version__
+    assert "(1, 2, 4)" in report["capture"]
+    assert report["command"].startswith("jaxspec generate 'def the")
+
+
+def test_text_streams_and_a_run_file_resumes(run, place):
+    (place / "prompts.jsonl").write_text(
+        '{"id": "a", "prompt": "the abc"}\n'
+        '{"id": "b", "category": "chat", "messages": [{"role": "user", "content": "hi"}]}\n'
+    )
+    args = ("generate", "--prompt-file", "prompts.jsonl", *PAIR, *SHORT, "--out", "run.jsonl")
+    status, out, err = run(*args)
+    assert status == 0, err
+    assert "accept_length" in err
+    assert "of 3 (bonus included)" in err
+    assert "features: boundaries (1, 2, 4)" in err
+    header, first, second = map(json.loads, (place / "run.jsonl").read_text().splitlines())
+    assert header["format"] == "jaxspec-run-1"
+    assert header["flags"]["tree"] == "2x1x3"
+    assert header["target_hash"] != header["draft_hash"]
+    assert (first["id"], second["id"], second["category"]) == ("a", "b", "chat")
+    assert len(first["accepted"]) == first["verify_steps"]
+    tokenizer = load_tokenizer(place / "target")
+    assert tokenizer is not None
+    texts = [tokenizer.decode(entry["output_ids"]) for entry in (first, second)]
+    assert out == f"--- a\n{texts[0]}\n--- b\n{texts[1]}\n"
+
+    # The second request is lost, as if the run had been killed, and is run again with its own seed.
+    lines = (place / "run.jsonl").read_text().splitlines()
+    (place / "run.jsonl").write_text("\n".join(lines[:2]) + "\n" + lines[2][:20])
+    status, again, err = run(*args)
+    assert status == 0, err
+    assert again == out
+    resumed = json.loads((place / "run.jsonl").read_text().splitlines()[2])
+    assert resumed["output_ids"] == second["output_ids"]
+    status, _, err = run(*args, "--seed", "1")
+    assert status == 2
+    assert err.startswith("jaxspec: run.jsonl: holds another run")
+
+
+def test_plain_decoding_gives_the_same_tokens_and_stops_where_told(run, place):
+    _, out, _ = run("generate", PROMPT, *PAIR, *SHORT, "--json")
+    text = json.loads(out)["prompts"][0]["text"]
+    plain = ("generate", PROMPT, "--target", "target", "--draft", "none", *SHORT[2:])
+    status, out, err = run(*plain)
+    assert status == 0, err
+    assert out == text + "\n"
+    assert err.startswith("no draft, ")
+    middle = text[len(text) // 2]
+    status, out, err = run(*plain, "--json", "--stop", middle)
+    (prompt,) = json.loads(out)["prompts"]
+    assert prompt["text"] == text.split(middle)[0]
+    assert prompt["finish"] == "stop"
+    assert prompt["num_steps"] == len(prompt["tokens"]) - 1
+    report = json.loads(out)
+    assert (report["draft"], report["tree"], report["accept_length"]) == (None, None, 1)
+
+
+def test_tokens_in_and_tokens_out(run, place):
+    (place / "tokens.json").write_text("[[5, 6, 7], [8]]")
+    args = (*PAIR, *SHORT, "--tokens", "tokens.json")
+    status, out, err = run("generate", *args, "--json")
+    assert status == 0, err
+    prompts = json.loads(out)["prompts"]
+    assert [prompt["prompt_len"] for prompt in prompts] == [3, 1]
+    assert [prompt["text"] for prompt in prompts] == [None, None]
+    status, out, err = run("generate", *args)
+    assert out == "".join(f"--- {i}\n{prompt['tokens']}\n" for i, prompt in enumerate(prompts))
+
+
+def test_wrong_features_are_refused_while_tracing(run):
+    status, out, err = run("generate", PROMPT, *PAIR, *SHORT, "--capture", "2,3,4")
+    assert (status, out) == (2, "")
+    first, wants, given, last = err.splitlines()
+    assert first == "jaxspec: draft.fuse: these are not the features this draft was trained on"
+    assert "boundaries (1, 2, 4)" in wants
+    assert "convention 'before'" in wants
+    assert "boundaries (2, 3, 4)" in given
+    assert "[target capture, set by --capture]" in given
+    assert last == "  both are 192 wide, so nothing else would have failed."
+    # The very same boundaries are not refused, whoever names them.
+    status, out, err = run("generate", PROMPT, *PAIR, *SHORT, "--capture", "1,2,4", "--json")
+    assert status == 0, err
+    assert "set by --capture" in json.loads(out)["capture"]
+
+
+def test_tokenize_gives_what_generate_reads(run, place):
+    status, out, err = run("tokenize", "the abc<|im_end|>", "--target", "target")
+    assert (status, err) == (0, "")
+    tokenizer = load_tokenizer(place / "target")
+    assert tokenizer is not None
+    assert json.loads(out) == [tokenizer.encode("the abc<|im_end|>")]
+    status, out, _ = run("tokenize", "the", "--target", "target", "--chat", "--json")
+    (prompt,) = json.loads(out)["prompts"]
+    assert prompt["ids"] == tokenizer.encode_chat([{"role": "user", "content": "the"}])
+    assert "".join(prompt["pieces"]) == (
+        "<|im_user|>user<|im_middle|>the<|im_end|><|im_assistant|>assistant<|im_middle|><think>"
+    )
+
+
+def test_record_and_inspect_of_its_features(run, place):
+    args = ("record", PROMPT, *PAIR, "--out", "r.safetensors", "--boundaries", "none", "--top", "2")
+    status, out, err = run(*args, "--json")
+    assert status == 0, err
+    arrays = json.loads(out)["arrays"]
+    assert arrays["features"]["shape"][2] == 3 * 64
+    assert not any(name.startswith("boundary") for name in arrays)
+    status, out, err = run("inspect", "r.safetensors", "--target", "target")
+    assert status == 0, err
+    assert "the file claims (1, 2, 4): this holds" in out
+
+
+def test_convert_and_inspect(run, place):
+    status, out, err = run("convert", "draft", "converted", "--target", "target", "--dry-run")
+    assert (status, out) == (0, ""), err
+    assert "converted would be the draft eagle3@" in err
+    assert not (place / "converted").exists()
+    status, _, err = run("convert", "draft", "converted", "--target", "target")
+    assert status == 0, err
+    _, before, _ = run("inspect", "draft", "--json")
+    _, after, _ = run("inspect", "converted", "--json")
+    before, after = json.loads(before), json.loads(after)
+    assert (before["form"], after["form"]) == ("hugging-face", "converted")
+    assert before["identity"] == after["identity"]
+    assert after["boundaries"]["ids"] == [1, 2, 4]
+    status, out, _ = run("inspect", "converted")
+    assert "boundaries 1, 2, 4, 64 wide each" in out
+    assert "[convert --target]" in out
+    status, out, err = run("convert", "draft", "converted")
+    assert status == 2
+    assert err == "jaxspec: converted: exists already; a conversion never writes over anything\n"
+
+
+TARGET = ("--target", "target", "--draft", "none")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "no prompt: give one of PROMPT, --prompt-file and --tokens"),
+        (("a", "--tokens", "t"), "several sources of prompts"),
+        (("--tokens", "t", "--chat"), "--chat renders text"),
+        (("",), "PROMPT: empty prompt"),
+        (("a", "--target", "target"), "--target without a draft"),
+        (("a", "--target", "nowhere", "--draft", "none"), "nowhere: no such directory"),
+        (
+            ("a", "--target", "org/model", "--draft", "none"),
+            "no such repository in the local cache",
+        ),
+        (("a", "--target", "bare", "--draft", "none"), "bare: no tiktoken.model in it"),
+        (("a", *TARGET, "--tree", "1x1x2"), "--draft none decodes plainly"),
+        (("a", *TARGET, "--capture", "1"), "--capture without a draft"),
+        (("a", *PAIR, "--tree", "3x1"), "tree '3x1': expected LEVELSxBRANCHESxNODES"),
+        (("a", *PAIR, "--tree", "1x1x9"), "offer only 1"),
+        (("a", *PAIR, "--capture", "two"), "--capture is 'two': expected boundaries"),
+        (("a", *PAIR, "--speculative-num-steps", "3"), "are given together or not at all"),
+        (("a", *PAIR, "--tree", "1x1x2", "--speculative-num-steps", "3"), "give one of the two"),
+        (("a", *TARGET, "--top-p", "0"), "top_p is 0.0; it lies above 0"),
+        (("a", *TARGET, "--temperature", "inf"), "temperature is inf"),
+        (("a", *TARGET, "--stop", ""), "a stop string is empty"),
+        (("--tokens", "ids.json", *TARGET, "--stop", "a"), "there are only ids here"),
+        (("--tokens", "ids.json", *TARGET), "ids.json, entry 1: token id 600"),
+        (("the abc", *TARGET, "--context-length", "2"), "leave no room for a new one in a context"),
+        (("--prompt-file", "absent.txt", *TARGET), "absent.txt: cannot be read"),
+        (("a", *TARGET, "--out", "absent/run.jsonl"), "absent/run.jsonl: cannot be written"),
+    ],
+)
+def test_bad_input_is_one_message_and_status_2(run, place, args, message):
+    (place / "ids.json").write_text("[[1], [600]]")
+    status, out, err = run("generate", *args)
+    assert (status, out) == (2, "")
+    assert err.startswith("jaxspec: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "args",
+    [("generate", "a", "--nonsense"), ("generate", "a", "--top-k", "-1"), ("no-such-command",)],
+)
+def test_bad_usage_is_status_2(run, args):
+    status, out, err = run(*args)
+    assert (status, out) == (2, "")
+    assert "Error" in err
+
+
+def test_sglang_spelling_of_the_tree(run):
+    flags = ("--speculative-num-steps", "2", "--speculative-eagle-topk", "1")
+    flags += ("--speculative-num-draft-tokens", "3", *SHORT[2:])
+    status, out, err = run("generate", PROMPT, *PAIR, *flags, "--json")
+    assert status == 0, err
+    assert json.loads(out)["tree"] == "2x1x3"
+
+
+@pytest.mark.parametrize("command", ["generate", "tokenize", "record", "convert", "inspect"])
+def test_help_states_every_default(run, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "300")
+    status, out, _ = run(command, "--help")
+    assert status == 0
+    for line in out.splitlines():
+        words = line.split()
+        if len(words) > 1 and words[1].startswith("--") and "<bool>" not in line:
+            assert "default" in line.lower() or "[required]" in line, line
+
+
+def test_help_needs_no_jax():
+    code = "import sys, jaxspec.cli; print({'jax', 'numpy', 'tiktoken'} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "set()"
+
+
+def test_public_names():
+    for name in jaxspec.__all__:
+        assert getattr(jaxspec, name) is not None
+    assert callable(jaxspec.generate)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = jaxspec.nonsense
+
+
+def test_where_caches_are(monkeypatch, tmp_path):
+    for name in ("HF_HUB_CACHE", "HF_HOME", "JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert hub_cache() == tmp_path / ".cache" / "huggingface" / "hub"
+    assert default_compile_cache() == tmp_path / ".cache" / "jaxspec" / "compiled"
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert default_compile_cache() == tmp_path / "Library" / "Caches" / "jaxspec" / "compiled"
+    monkeypatch.setenv("HF_HOME", "/h")
+    assert hub_cache() == Path("/h/hub")
+    monkeypatch.setenv("HF_HUB_CACHE", "/c")
+    assert hub_cache() == Path("/c")
+
+
+def test_a_repository_in_the_local_cache(run, place, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(place / "hub"))
+    repository = place / "hub" / "models--org--model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    (repository / "snapshots").mkdir()
+    (repository / "snapshots" / "abc").symlink_to(place / "target")
+    status, out, err = run("tokenize", "the", "--target", "org/model")
+    assert status == 0, err
+    assert json.loads(out)
+
+
+def test_progress_is_for_terminals_only(capsys):
+    with Display() as display:
+        display.progress("loading", 1, 2)
+        with display.waiting("compiling"):
+            display.progress("loading", 2, 2)
+    assert capsys.readouterr() == ("", "")
+    with Display() as display:
+        display.say("[bold] as it is")
+    assert capsys.readouterr() == ("", "[bold] as it is\n")
