@@ -82,10 +82,11 @@ def read_target_config(
         problems.raise_any()
     is_wrapper = model_type == WRAPPER
     text = top.nested("text_config") if is_wrapper else top
+    levels = (top, text) if is_wrapper else (top,)
     if is_wrapper and not text.data:
         problems.add(f"config.json: model_type {WRAPPER!r} has a text_config; there is none")
         problems.raise_any()
-    for fields in {id(top): top, id(text): text}.values():
+    for fields in levels:
         _check_architectures(fields)
         known_keys.leave_housekeeping(fields)
     if is_wrapper:
@@ -99,11 +100,11 @@ def read_target_config(
         _check_wrapper(top, text)
     quantization = _read_quantization(top, text)
     text.ignore(known_keys.TEXT)
-    eos = _read_eos(source, top, text)
-    for fields in {id(top): top, id(text): text}.values():
+    eos = _read_eos(source, levels, problems)
+    for fields in levels:
         fields.finish()
     problems.raise_any()
-    claims = text.claims | eos.claims
+    claims = text.claims | {"eos_token_ids": eos}
     eps = sizes["rms_norm_eps"]
     claims["latent_norm_eps"] = Claim(eps, "rms_norm_eps, as in vLLM and SGLang")
     if latent_norm_eps == "transformers":
@@ -117,7 +118,7 @@ def read_target_config(
         latent_norm_eps=claims["latent_norm_eps"].value,
         rotary=rotary,
         num_bits=4 if quantization.kind == "int4" else None,
-        eos_token_ids=eos.ids,
+        eos_token_ids=tuple(eos.value),
     )
     return TargetFacts(model_type, config, quantization, num_unused_layers, claims)
 
@@ -344,26 +345,19 @@ def _read_fp8(fields: Fields) -> Quantization:
     return Quantization("fp8", block=(block[0], block[1]))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Eos:
-    ids: tuple[int, ...]
-    claims: dict[str, Claim]
-
-
-def _read_eos(source: Source, top: Fields, text: Fields) -> _Eos:
+def _read_eos(source: Source, levels: tuple[Fields, ...], problems: Problems) -> Claim:
     """Every id that ends a text, whichever of the configs says so.
 
     Kimi's `eos_token_id` is [EOS]; a turn of chat ends with <|im_end|>, which only the generation
     config or the tokenizer names.
     """
-    generation = Fields(source.generation_config, "generation_config.json", top.problems)
+    generation = Fields(source.generation_config, "generation_config.json", problems)
     origins: dict[int, str] = {}
-    for fields in (top, text, generation):
+    for fields in (*levels, generation):
         for one in fields.take_ids("eos_token_id") or ():
             origins.setdefault(one, fields.place("eos_token_id"))
     for one, token in source.tokenizer_config.get("added_tokens_decoder", {}).items():
         if isinstance(token, dict) and token.get("content") == "<|im_end|>":
             origins.setdefault(int(one), "tokenizer_config.json: <|im_end|>")
     where = "; ".join(dict.fromkeys(origins.values())) or "no config names one"
-    ids = tuple(origins)
-    return _Eos(ids, {"eos_token_ids": Claim(list(ids), where)})
+    return Claim(list(origins), where)

@@ -78,7 +78,7 @@ def read_draft(
     width = top.take("target_hidden_size", int, sizes["hidden_size"])
     num_ids = len(ids) or NUM_DEFAULT_BOUNDARIES
     top.expect("num_aux_hidden_states", num_ids, None, why="one for each boundary")
-    for fields in {id(top): top, id(layer): layer}.values():
+    for fields in (top, layer) if is_speculators else (top,):
         fields.finish()
     claims = layer.claims | top.claims
     claims["boundaries"] = Claim(list(ids), origin)

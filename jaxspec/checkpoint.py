@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxspec.config import DraftConfig, Numerics, TargetConfig
 from jaxspec.convert.configs import LatentNormEps
-from jaxspec.convert.drafts import NUM_DEFAULT_BOUNDARIES, UNTIED, Convention
+from jaxspec.convert.drafts import NUM_DEFAULT_BOUNDARIES, UNTIED, Convention, is_draft
 from jaxspec.convert.manifest import Manifest, is_converted, read_manifest
 from jaxspec.convert.plan import Piece
 from jaxspec.convert.prepare import (
@@ -143,12 +143,18 @@ def load_draft(
 
 def _open(directory: Path, kind: str, prepare: Callable[[Source], Prepared]) -> Prepared | Manifest:
     """What the directory says of itself, from its manifest or from Hugging Face's headers."""
-    if not is_converted(directory):
-        return prepare(Source(directory))
-    manifest = read_manifest(directory)
-    if manifest.kind != kind:
-        raise CheckpointError(str(directory), [f"this is a {manifest.kind}, not a {kind}"])
-    return manifest
+    if is_converted(directory):
+        manifest = read_manifest(directory)
+        _check_kind(directory, manifest.kind, kind)
+        return manifest
+    source = Source(directory)
+    _check_kind(directory, "draft" if is_draft(source) else "target", kind)
+    return prepare(source)
+
+
+def _check_kind(directory: Path, found: str, expected: str) -> None:
+    if found != expected:
+        raise CheckpointError(str(directory), [f"this is a {found}, not a {expected}"])
 
 
 def _pieces(

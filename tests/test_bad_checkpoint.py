@@ -504,5 +504,5 @@ def test_one_kind_for_another(tmp_path, target):
         convert(tmp_path / "draft", tmp_path / "again")
     with pytest.raises(CheckpointError, match="converted already, which settled"):
         load_draft(tmp_path / "draft", F32, target=target, capture_convention="before")
-    with pytest.raises(CheckpointError, match="model_type is 'llama'"):
+    with pytest.raises(CheckpointError, match="this is a draft, not a target"):
         load_target(draft)
