@@ -7,7 +7,7 @@ instant.
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_type_hints
 
 import typer
 
@@ -185,11 +185,22 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past it.")] = False,
     dtype: DtypeFlag = None,
     implementation: Annotated[
-        Literal["xla"] | None,
+        str | None,
         typer.Option(
-            rich_help_panel=Models, help="Of the kernels. Default: the best that can run."
+            metavar="NAME",
+            rich_help_panel=Models,
+            help="Of the kernels, as in xla. Default: the best that can run.",
         ),
     ] = None,
+    ceiling: Annotated[
+        bool,
+        typer.Option(
+            "--ceiling",
+            rich_help_panel=Output,
+            help="Also measure accept_ceiling: what a draft that knew the target's own "
+            "probabilities would have reached.",
+        ),
+    ] = False,
     as_json: JsonFlag = False,
     out: Annotated[
         Path | None,
@@ -208,6 +219,8 @@ def generate(
     from jaxspec.generator import GenerateConfig
     from jaxspec.text import SamplingConfig
 
+    if ceiling and draft == "none":
+        raise InputError("--ceiling is of a tree, and --draft none has none")
     models = _models(target, draft, capture, capture_convention, dtype, implementation)
     sglang = (speculative_num_steps, speculative_eagle_topk, speculative_num_draft_tokens)
     flags = GenerateFlags(
@@ -223,6 +236,7 @@ def generate(
         sampling=SamplingConfig(temperature, top_k, top_p, seed, tuple(stop or ())),
         out=out,
         streams=not as_json,
+        with_ceiling=ceiling,
     )
     with Display() as display:
         report = run_generate(flags, display)
@@ -256,7 +270,7 @@ def tokenize(
     if as_json:
         print(json.dumps(report.to_dict(), ensure_ascii=False))
     else:
-        print(json.dumps([list(prompt.ids or ()) for prompt in report.prompts]))
+        print(json.dumps([list(prompt.ids) for prompt in report.prompts]))
 
 
 @app.command()
@@ -426,7 +440,7 @@ def _models(
     capture: str | None,
     convention: Convention | None,
     dtype: Dtype | None,
-    implementation: Literal["xla"] | None,
+    implementation: str | None,
 ) -> "ModelFlags":
     import jax
 
@@ -435,8 +449,11 @@ def _models(
 
     if draft == "none" and capture is not None:
         raise InputError("--capture without a draft: nothing would be done with what is captured")
+    known = get_args(get_args(get_type_hints(Numerics)["implementation"])[0])
+    if implementation not in (None, *known):
+        raise InputError(f"--implementation is {implementation!r}; there is {' and '.join(known)}")
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    numerics = Numerics(dtype=dtype, implementation=implementation)
+    numerics = Numerics(dtype=dtype, implementation=cast("Any", implementation))
     return ModelFlags(target, draft, _ids("--capture", capture), convention, numerics)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from jaxspec.ceiling import accept_ceiling
 from jaxspec.checkpoint import load_draft, load_target, locate
 from jaxspec.config import Numerics
 from jaxspec.console import Display
@@ -18,12 +19,19 @@ from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_TARGET, hub_cache
 from jaxspec.errors import InputError
 from jaxspec.generator import Completion, GenerateConfig, Generator
 from jaxspec.identify import FeaturesReport, identify
-from jaxspec.prompts import Prompt, check_prompts, encode_prompts, read_prompts, read_tokens
+from jaxspec.prompts import (
+    EncodedPrompt,
+    Prompt,
+    check_prompts,
+    encode_prompts,
+    read_prompts,
+    read_tokens,
+)
 from jaxspec.recording import Record, RecordConfig, record
 from jaxspec.report import GenerateReport, PromptReport, machine, report_of
 from jaxspec.runfile import RunFile, entry_of
 from jaxspec.target import Target
-from jaxspec.text import SamplingConfig, continue_prompts
+from jaxspec.text import SamplingConfig, continue_prompts, requests_of
 from jaxspec.tokenizer import Tokenizer, load_tokenizer
 from jaxspec.version import version
 
@@ -38,6 +46,10 @@ __all__ = [
     "run_record",
     "run_tokenize",
 ]
+
+
+CEILING_BATCH = 8
+"""Texts at a time when the ceiling is measured: it is one pass over each, and its tree's steps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +101,8 @@ class PromptFlags:
     tokens: Path | None = None
     use_chat: bool = False
 
-    def read(self, tokenizer: Tokenizer | None) -> list[Prompt]:
-        """The prompts, with their ids.
+    def read(self, tokenizer: Tokenizer | None) -> list[EncodedPrompt]:
+        """The prompts as ids.
 
         Raises:
           InputError: none was given or several were, or one of them cannot be used.
@@ -104,7 +116,7 @@ class PromptFlags:
         if self.tokens is not None:
             if self.use_chat:
                 raise InputError("--chat renders text, and --tokens are ids already: drop one")
-            return read_tokens(self.tokens)
+            return encode_prompts(read_tokens(self.tokens), None)
         if self.prompt_file is not None:
             prompts = read_prompts(self.prompt_file)
         else:
@@ -120,8 +132,9 @@ class GenerateFlags:
     prompts: PromptFlags
     config: GenerateConfig
     sampling: SamplingConfig
-    out: Path | None
-    streams: bool
+    out: Path | None = None
+    streams: bool = False
+    with_ceiling: bool = False
 
 
 def load(models: ModelFlags, display: Display) -> tuple[Target, Draft | None]:
@@ -180,7 +193,18 @@ def run_generate(flags: GenerateFlags, display: Display) -> GenerateReport:
     )
     if printer:
         printer.finish(reports)
-    return report_of(generator, target, draft, reports, run)
+    ceiling = None
+    if flags.with_ceiling:
+        assert flags.config.tree is not None, "checked where flags are read"
+        ceiling = accept_ceiling(
+            target,
+            requests_of(prompts, flags.sampling),
+            [report.completion.tokens for report in reports],
+            flags.config.tree,
+            batch_size=min(len(prompts), CEILING_BATCH),
+            progress=display.progress,
+        ).accept_length
+    return report_of(generator, target, draft, reports, run, ceiling)
 
 
 def _tokenizer(models: ModelFlags, prompts: PromptFlags) -> Tokenizer | None:
@@ -201,7 +225,7 @@ def _tokenizer(models: ModelFlags, prompts: PromptFlags) -> Tokenizer | None:
 class TokenizeReport:
     """Prompts with their ids, and the tokenizer that made them."""
 
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[EncodedPrompt, ...]
     tokenizer: Tokenizer
 
     def to_dict(self) -> dict[str, Any]:
@@ -212,8 +236,8 @@ class TokenizeReport:
                 {
                     "id": prompt.id,
                     "category": prompt.category,
-                    "ids": list(prompt.ids or ()),
-                    "pieces": [self.tokenizer.piece(i) for i in prompt.ids or ()],
+                    "ids": list(prompt.ids),
+                    "pieces": [self.tokenizer.piece(i) for i in prompt.ids],
                 }
                 for prompt in self.prompts
             ],
@@ -250,10 +274,10 @@ def run_record(
     if not out.parent.is_dir():
         raise InputError(f"--out {out}: there is no directory {out.parent}")
     target, draft = load(models, display)
-    longest = max(len(prompt.ids or ()) for prompt in encoded)
+    longest = max(len(prompt.ids) for prompt in encoded)
     check_prompts(encoded, target.config.vocab_size, context_length=longest + 1)
     config = RecordConfig(boundaries, models.claim(target), top)
-    sequences = [prompt.ids or () for prompt in encoded]
+    sequences = [prompt.ids for prompt in encoded]
     done = record(target, draft, sequences, config, display.progress)
     done.save(out)
     return done
@@ -271,11 +295,10 @@ def run_identify(path: Path, models: ModelFlags, display: Display) -> FeaturesRe
     return identify(path, target, display.progress)
 
 
-def _known(run_file: RunFile, prompts: Sequence[Prompt]) -> dict[int, Completion]:
+def _known(run_file: RunFile, prompts: Sequence[EncodedPrompt]) -> dict[int, Completion]:
     """What an earlier, interrupted run has completed, by index."""
     found = {
-        index: run_file.completion(prompt.id, prompt.ids or ())
-        for index, prompt in enumerate(prompts)
+        index: run_file.completion(prompt.id, prompt.ids) for index, prompt in enumerate(prompts)
     }
     return {index: done for index, done in found.items() if done is not None}
 

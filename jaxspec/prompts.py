@@ -11,12 +11,19 @@ from jaxspec.chat import Message
 from jaxspec.errors import InputError
 from jaxspec.tokenizer import Tokenizer
 
-__all__ = ["Prompt", "check_prompts", "encode_prompts", "read_prompts", "read_tokens"]
+__all__ = [
+    "EncodedPrompt",
+    "Prompt",
+    "check_prompts",
+    "encode_prompts",
+    "read_prompts",
+    "read_tokens",
+]
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """What is to be continued: text or messages, whose ids `encode_prompts` fills in, or ids.
+    """What is to be continued: exactly one of text, messages and ids.
 
     Attributes:
       id: unique in its file; the run file resumes by it.
@@ -29,6 +36,16 @@ class Prompt:
     text: str | None = None
     messages: tuple[Message, ...] | None = None
     ids: tuple[int, ...] | None = None
+    where: str = "the prompt"
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt as ids; the rest as in `Prompt`."""
+
+    id: str
+    ids: tuple[int, ...]
+    category: str | None = None
     where: str = "the prompt"
 
 
@@ -93,8 +110,8 @@ def read_tokens(path: Path) -> list[Prompt]:
 
 def encode_prompts(
     prompts: Sequence[Prompt], tokenizer: Tokenizer | None, use_chat: bool = False
-) -> list[Prompt]:
-    """The prompts with their ids.
+) -> list[EncodedPrompt]:
+    """The prompts as ids.
 
     Args:
       use_chat: text becomes a user's message in the chat template. Messages always go through it.
@@ -103,14 +120,16 @@ def encode_prompts(
       InputError: names the prompt: an empty one, no tokenizer, or no template.
     """
     return [
-        dataclasses.replace(prompt, ids=_ids_of(prompt, tokenizer, use_chat)) for prompt in prompts
+        EncodedPrompt(
+            prompt.id, _ids_of(prompt, tokenizer, use_chat), prompt.category, prompt.where
+        )
+        for prompt in prompts
     ]
 
 
-def check_prompts(prompts: Sequence[Prompt], vocab_size: int, context_length: int) -> None:
+def check_prompts(prompts: Sequence[EncodedPrompt], vocab_size: int, context_length: int) -> None:
     """Raises InputError, naming the prompt, for ids of no token or a prompt beyond capacity."""
     for prompt in prompts:
-        assert prompt.ids is not None
         wrong = [i for i in prompt.ids if not 0 <= i < vocab_size]
         if wrong:
             raise InputError(

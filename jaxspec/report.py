@@ -75,6 +75,8 @@ class GenerateReport:
       prefill_ms, decode_ms: wall time of the run's two phases, all prompts together, compilation
         not included.
       compile_s: tracing and compiling, or fetching what was compiled before.
+      accept_ceiling: the accept_length of a draft that knew the target's own probabilities, with
+        this tree on this text; None where it was not asked for.
       num_decoded: tokens that `decode_ms` bought: those from steps, of the prompts run now. What
         was taken over from an earlier run's file is in the prompts and in no time.
       machine, command: where and how this was measured.
@@ -92,6 +94,7 @@ class GenerateReport:
     prefill_ms: float
     decode_ms: float
     compile_s: float
+    accept_ceiling: float | None
     num_decoded: int
     machine: str
     command: str
@@ -112,7 +115,7 @@ class GenerateReport:
             "prompts": [prompt.to_dict() for prompt in self.prompts],
             **acceptance(self.prompts),
             **self._as_sglang_counts(),
-            "accept_ceiling": None,
+            "accept_ceiling": self.accept_ceiling,
             "tokens_per_s": self.tokens_per_s,
             "prefill_ms": self.prefill_ms,
             "decode_ms": self.decode_ms,
@@ -140,6 +143,8 @@ class GenerateReport:
             return f"no verify step, tree {self.tree}, {ran}"
         most = self.tree.levels + 1
         accepted = f"accept_length {self.accept_length:.2f} of {most} (bonus included)"
+        if self.accept_ceiling is not None:
+            accepted += f", of at best {self.accept_ceiling:.2f} on this text"
         return f"{accepted}, tree {self.tree}, {ran}\nfeatures: {self.capture}"
 
     def _as_sglang_counts(self) -> dict[str, float | None]:
@@ -165,6 +170,7 @@ def report_of(
     draft: Draft | None,
     prompts: Sequence[PromptReport],
     run: Run,
+    accept_ceiling: float | None = None,
 ) -> GenerateReport:
     """The report of prompts, and of the run whose time is told: here and now."""
     return GenerateReport(
@@ -180,6 +186,7 @@ def report_of(
         prefill_ms=run.prefill_ms,
         decode_ms=run.decode_ms,
         compile_s=generator.compile_s,
+        accept_ceiling=accept_ceiling,
         num_decoded=sum(len(done.tokens) - 1 for done in run.completions),
         machine=machine(),
         command=command(),

@@ -8,12 +8,12 @@ from types import MappingProxyType
 from jaxspec.draft import Draft
 from jaxspec.errors import InputError
 from jaxspec.generator import Completion, GenerateConfig, Generator, Request, Run
-from jaxspec.prompts import Prompt, check_prompts, encode_prompts
+from jaxspec.prompts import EncodedPrompt, Prompt, check_prompts, encode_prompts
 from jaxspec.report import GenerateReport, PromptReport, report_of
 from jaxspec.target import Target
 from jaxspec.tokenizer import TextStream, Tokenizer
 
-__all__ = ["SamplingConfig", "Stopper", "continue_prompts", "generate"]
+__all__ = ["SamplingConfig", "Stopper", "continue_prompts", "generate", "requests_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,16 +103,25 @@ class _GrowingText:
         self.num_tokens += 1
 
 
+def requests_of(prompts: Sequence[EncodedPrompt], sampling: SamplingConfig) -> list[Request]:
+    """A request for each prompt, with a seed of its own."""
+    s = sampling
+    return [
+        Request(prompt.ids, s.temperature, s.top_k, s.top_p, s.seed + index)
+        for index, prompt in enumerate(prompts)
+    ]
+
+
 def continue_prompts(
     generator: Generator,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[EncodedPrompt],
     tokenizer: Tokenizer | None,
     sampling: SamplingConfig,
     known: Mapping[int, Completion] = MappingProxyType({}),
     on_text: Callable[[int, str], None] | None = None,
     on_finish: Callable[[PromptReport], None] | None = None,
 ) -> tuple[list[PromptReport], Run]:
-    """The continuations of prompts that have their ids, in order, and the run that made them.
+    """The continuations of the prompts, in order, and the run that made them.
 
     Args:
       tokenizer: of the target; None where no text is wanted.
@@ -133,17 +142,9 @@ def continue_prompts(
         return PromptReport(prompt.id, prompt.category, prompt.ids, completion, text, levels)
 
     to_run = [index for index in range(len(prompts)) if index not in known]
+    requests = requests_of(prompts, sampling)
     run = generator.run(
-        [
-            Request(
-                prompts[index].ids,
-                sampling.temperature,
-                sampling.top_k,
-                sampling.top_p,
-                sampling.seed + index,
-            )
-            for index in to_run
-        ],
+        [requests[index] for index in to_run],
         should_stop=stopper and (lambda i, tokens: stopper.should_stop(to_run[i], tokens)),
         on_finish=on_finish and (lambda i, done: on_finish(report(to_run[i], done))),
     )
@@ -169,8 +170,8 @@ def generate(
     """
     entries = []
     for index, prompt in enumerate(prompts):
-        content = {"text": prompt} if isinstance(prompt, str) else {"ids": tuple(prompt)}
-        entries.append(Prompt(str(index), **content, where=f"prompt {index}"))
+        text, ids = (prompt, None) if isinstance(prompt, str) else (None, tuple(prompt))
+        entries.append(Prompt(str(index), text=text, ids=ids, where=f"prompt {index}"))
     encoded = encode_prompts(entries, tokenizer)
     check_prompts(encoded, target.config.vocab_size, config.context_length)
     generator = Generator(target, draft, config)

@@ -250,6 +250,8 @@ TARGET = ("--target", "target", "--draft", "none")
         (("a", *PAIR, "--capture", "two"), "--capture is 'two': expected boundaries"),
         (("a", *PAIR, "--speculative-num-steps", "3"), "are given together or not at all"),
         (("a", *PAIR, "--tree", "1x1x2", "--speculative-num-steps", "3"), "give one of the two"),
+        (("a", *TARGET, "--implementation", "cuda"), "--implementation is 'cuda'; there is xla"),
+        (("a", *TARGET, "--ceiling"), "--ceiling is of a tree"),
         (("a", *TARGET, "--top-p", "0"), "top_p is 0.0; it lies above 0"),
         (("a", *TARGET, "--temperature", "inf"), "temperature is inf"),
         (("a", *TARGET, "--stop", ""), "a stop string is empty"),
@@ -282,9 +284,12 @@ def test_bad_usage_is_status_2(run, args):
 def test_sglang_spelling_of_the_tree(run):
     flags = ("--speculative-num-steps", "2", "--speculative-eagle-topk", "1")
     flags += ("--speculative-num-draft-tokens", "3", *SHORT[2:])
-    status, out, err = run("generate", PROMPT, *PAIR, *flags, "--json")
+    status, out, err = run("generate", PROMPT, *PAIR, *flags, "--json", "--ceiling")
     assert status == 0, err
-    assert json.loads(out)["tree"] == "2x1x3"
+    report = json.loads(out)
+    assert report["tree"] == "2x1x3"
+    # Greedy text leaves a draft that knows the target nothing to miss: 11 tokens in steps of 3.
+    assert report["accept_ceiling"] == pytest.approx(11 / 4)
 
 
 @pytest.mark.parametrize("command", ["generate", "tokenize", "record", "convert", "inspect"])

@@ -4,7 +4,14 @@ import re
 import pytest
 
 from jaxspec.errors import InputError
-from jaxspec.prompts import Prompt, check_prompts, encode_prompts, read_prompts, read_tokens
+from jaxspec.prompts import (
+    EncodedPrompt,
+    Prompt,
+    check_prompts,
+    encode_prompts,
+    read_prompts,
+    read_tokens,
+)
 from jaxspec.tokenizer import load_tokenizer
 from tests.tiny_tokenizer import write_tokenizer
 
@@ -107,11 +114,14 @@ def test_token_lists(tmp_path):
     path.write_text("[[1, 2], [3]]")
     prompts = read_tokens(path)
     assert [(p.id, p.ids) for p in prompts] == [("0", (1, 2)), ("1", (3,))]
-    assert encode_prompts(prompts, None) == prompts
+    assert encode_prompts(prompts, None) == [
+        EncodedPrompt("0", (1, 2), None, f"{path}, entry 0"),
+        EncodedPrompt("1", (3,), None, f"{path}, entry 1"),
+    ]
 
 
 def test_prompts_that_the_target_cannot_take():
-    prompts = [Prompt("0", ids=(1, 2)), Prompt("1", ids=(3, -1, 5), where="t.json, entry 1")]
+    prompts = [EncodedPrompt("0", (1, 2)), EncodedPrompt("1", (3, -1), where="t.json, entry 1")]
     check_prompts(prompts[:1], vocab_size=3, context_length=3)
     with pytest.raises(InputError, match=r"t\.json, entry 1: token id -1, .* ids 0 to 8"):
         check_prompts(prompts, vocab_size=9, context_length=9)
@@ -147,7 +157,7 @@ def test_encoding_of_each_kind(tmp_path):
     text, chat = Prompt("0", text="the"), Prompt("1", messages=messages)
     rendered = tuple(tokenizer.encode_chat(list(messages)))
     plain, from_chat = encode_prompts([text, chat], tokenizer)
-    assert plain == Prompt("0", text="the", ids=tuple(tokenizer.encode("the")))
+    assert plain == EncodedPrompt("0", tuple(tokenizer.encode("the")))
     assert from_chat.ids == rendered
     assert encode_prompts([text], tokenizer, use_chat=True)[0].ids == rendered
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from jaxspec.config import TreeConfig
 from jaxspec.errors import InputError
 from jaxspec.generator import Completion, GenerateConfig, Run
-from jaxspec.prompts import Prompt
+from jaxspec.prompts import EncodedPrompt
 from jaxspec.text import SamplingConfig, Stopper, continue_prompts
 from jaxspec.tokenizer import Tokenizer, load_tokenizer
 from tests.tiny_tokenizer import write_tokenizer
@@ -46,7 +46,7 @@ class ScriptedGenerator:
 
 def continue_texts(tokenizer, texts, stop, stride=3, **kwargs):
     generator = ScriptedGenerator([tokenizer.encode(text) for text in texts], stride)
-    prompts = [Prompt(str(i), ids=(i,)) for i in range(len(texts))]
+    prompts = [EncodedPrompt(str(i), (i,)) for i in range(len(texts))]
     sampling = SamplingConfig(seed=7, stop=stop)
     return continue_prompts(generator, prompts, tokenizer, sampling, **kwargs), generator
 
@@ -100,7 +100,7 @@ def test_every_prompt_has_its_seed_and_known_ones_are_not_run_again(tokenizer):
 
 def test_without_a_tokenizer_there_is_no_text():
     generator = ScriptedGenerator([[5, 6]], 1)
-    prompts = [Prompt("0", ids=(0,))]
+    prompts = [EncodedPrompt("0", (0,))]
     (report,), _ = continue_prompts(generator, prompts, None, SamplingConfig())
     assert (report.text, report.completion.tokens, report.levels) == (None, (5, 6), 3)
     with pytest.raises(InputError, match="only ids"):
