@@ -24,6 +24,7 @@ CACHE_SETTINGS = (
     "jax_compilation_cache_dir",
     "jax_persistent_cache_min_compile_time_secs",
     "jax_persistent_cache_min_entry_size_bytes",
+    "jax_disable_most_optimizations",
 )
 
 
@@ -45,8 +46,13 @@ def place(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def compile_cache(tmp_path_factory):
-    """A cache of compiled programs for these tests alone, and JAX's settings as they were."""
+    """A cache of compiled programs for these tests alone, and JAX's settings as they were.
+
+    Programs are compiled with little optimisation: that takes two thirds of the time, and what is
+    tested here is what stands around them.
+    """
     before = {name: getattr(jax.config, name) for name in CACHE_SETTINGS}
+    jax.config.update("jax_disable_most_optimizations", True)
     compilation_cache.reset_cache()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))

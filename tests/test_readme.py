@@ -1,0 +1,73 @@
+"""README.md says what is: its error, its example, its map of files, its axis key, its commands."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxspec import SHIPPED_TARGET, cli, dims
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text("utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of that language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def test_wrong_features_error_word_for_word(monkeypatch, capsys):
+    (block,) = blocks("console")
+    command, _, expected = block.partition("\n")
+    assert command == '$ jaxspec generate "def fibonacci(n):" --capture 1,2,4'
+    argv = ["jaxspec", "generate", "def fibonacci(n):", "--capture", "1,2,4"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--compile-cache", "none"])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    assert capsys.readouterr().err == expected
+
+
+def test_map_names_every_file():
+    section = README.split("## The files")[1].split("\n## ")[0]
+    named = set(re.findall(r"`((?:jaxspec|kernels|convert)/\w*)`", section))
+    modules = {f"jaxspec/{path.stem}" for path in (ROOT / "jaxspec").glob("[!_]*.py")}
+    kernels = {
+        f"kernels/{path.parent.name if path.stem == '__init__' else path.stem}"
+        for path in [
+            *(ROOT / "kernels").glob("[!_]*.py"),
+            *(ROOT / "kernels").glob("*/__init__.py"),
+        ]
+    }
+    links = {"jaxspec/kernels", "jaxspec/convert"}
+    assert named - links == modules | kernels | {"convert/"}
+
+
+def test_axis_key_is_that_of_the_code():
+    assert dims.__doc__ is not None
+    for line in dims.__doc__.splitlines():
+        if line.startswith("|"):
+            assert line in README
+
+
+def test_commands_exist():
+    known = {command.callback.__name__ for command in cli.app.registered_commands}
+    for block in blocks("sh"):
+        for name in re.findall(r"\bjaxspec (\w+)", block):
+            assert name in known
+
+
+def test_commands_of_the_first_screen():
+    """CI runs these two lines as they stand."""
+    lines = [line for line in README.splitlines() if line.startswith("python3 -m venv .venv")]
+    assert [line.split(".venv/bin/")[-1].split()[0] for line in lines] == ["jaxspec", "pytest"]
+
+
+@pytest.mark.slow
+def test_example_runs(capsys):
+    (code,) = blocks("python")
+    assert len(code.strip().splitlines()) <= 12
+    names: dict = {}
+    exec(compile(code, "README.md", "exec"), names)
+    assert capsys.readouterr().out.startswith(names["report"].prompts[0].text)
+    assert str(SHIPPED_TARGET).endswith("mini-target")
