@@ -37,44 +37,60 @@ class Request:
         if not self.temperature:
             return greedy
 
-        def noise(position: int) -> np.ndarray:
-            seed, pos = jnp.full((1,), self.seed, jnp.uint32), jnp.full((1, 1), position)
-            return np.asarray(gumbel_noise(seed, pos, vocab_size)[0, 0], np.float64)
+        return sampler(
+            functools.partial(_noise, self.seed, vocab_size),
+            self.temperature,
+            self.top_k,
+            self.top_p,
+        )
 
-        return sampler(noise, self.temperature, self.top_k, self.top_p)
+
+@functools.cache
+def _noise(seed: int, vocab_size: int, position: int) -> np.ndarray:
+    """jaxspec's noise for a position, [V]: the one thing the oracle takes from it."""
+    seeds, positions = jnp.full((1,), seed, jnp.uint32), jnp.full((1, 1), position)
+    return np.asarray(gumbel_noise(seeds, positions, vocab_size)[0, 0], np.float64)
 
 
 class Stepper:
-    """jaxspec's `prefill` and `step`, compiled once for a batch size and a tree, one at a time."""
+    """jaxspec's `prefill` and `step`, a step at a time, for batches of one size."""
 
-    def __init__(
-        self, target: Target, draft: Draft, tree: TreeConfig, batch: int, slots: int, chunk: int
-    ) -> None:
+    def __init__(self, target: Target, draft: Draft, batch: int, slots: int, chunk: int) -> None:
         capture = target.boundaries(draft.config.boundaries.ids, "test")
-        settings = Settings(tree, capture, (), chunk)
         graph, self.params = nnx.split((target, draft))
         self.batch, self.slots = batch, slots
         self.empty = functools.partial(steps.empty_state, target, draft, batch, slots)
 
         def admit(params, state: State, new: Admission) -> State:
+            settings = Settings(None, capture, (), chunk)
             return steps.prefill(*nnx.merge(graph, params), state, new, settings)
 
-        def advance(params, state: State):
+        def advance(params, state: State, tree: TreeConfig):
             target, draft = nnx.merge(graph, params)
             borrowed = Borrowed(target.embed[...], target.head[...])
             drafted = propose(
                 draft, state.seed, state.root, state.length, state.draft_cache, borrowed, tree
             )
-            return drafted.tokens, drafted.parent, steps.step(target, draft, state, settings)
+            settings = Settings(tree, capture, (), chunk)
+            after = steps.step(target, draft, state, settings)
+            return drafted.tokens, drafted.parent, after
 
-        self.admit, self.advance = jax.jit(admit), jax.jit(advance)
+        # These programs run for moments; most of a test's time would be spent optimising them.
+        quickly = {"xla_backend_optimization_level": 0}
+        self.admit = jax.jit(admit, compiler_options=quickly)
+        self.advance = jax.jit(advance, static_argnames="tree", compiler_options=quickly)
 
-    def run(self, requests: Sequence[Request], num_tokens: int) -> list[tuple[int, list[Step]]]:
+    def run(
+        self, requests: Sequence[Request], tree: TreeConfig, num_tokens: int
+    ) -> list[tuple[int, list[Step]]]:
         """The first token and the steps of every request, until all have `num_tokens`."""
         prompts = np.zeros((self.batch, self.slots), np.int32)
         for b, request in enumerate(requests):
             prompts[b, : len(request.prompt)] = request.prompt
-        column = lambda name, dtype: jnp.array([getattr(r, name) for r in requests], dtype)  # noqa: E731
+
+        def column(name: str, dtype) -> jax.Array:
+            return jnp.array([getattr(request, name) for request in requests], dtype)
+
         new = Admission(
             jnp.ones(self.batch, bool),
             jnp.asarray(prompts),
@@ -91,7 +107,7 @@ class Stepper:
         firsts, runs = state.tokens[:, 0].tolist(), [[] for _ in requests]
         while (state.status == steps.Status.RUNNING).any():
             before = state
-            tokens, parents, state = self.advance(self.params, before)
+            tokens, parents, state = self.advance(self.params, before, tree)
             for b, run in enumerate(runs):
                 old, new_count = int(before.num_tokens[b]), int(state.num_tokens[b])
                 if new_count > old:
@@ -115,22 +131,19 @@ def first_difference(
     None where they agree to the end. Of the last step, which the limit may cut short, only what was
     emitted is compared.
     """
-    first, run = oracle.run(
-        list(request.prompt), tree.levels, tree.branches, tree.nodes, num_tokens
-    )
-    if ours[0] != first.token:
-        return f"first token {ours[0]}, not {first.token}", first.margin
+    first, run = ours
+    wanted_first = oracle.first(list(request.prompt))
+    if first != wanted_first.token:
+        return f"first token {first}, not {wanted_first.token}", wanted_first.margin
     left = num_tokens - 1
-    for index, (mine, theirs) in enumerate(zip(ours[1], run, strict=False)):
+    wanted = oracle.steps([*request.prompt, first], tree.levels, tree.branches, tree.nodes)
+    for index, (mine, theirs) in enumerate(zip(run, wanted, strict=False)):
+        cut = dataclasses.replace(
+            theirs, accepted=min(theirs.accepted, left), emitted=theirs.emitted[:left]
+        )
         for name in ("tokens", "parents", "accepted", "emitted"):
-            got, wanted = getattr(mine, name), getattr(theirs, name)
-            if name == "emitted":
-                wanted = wanted[:left]
-            if name == "accepted":
-                wanted = min(wanted, left)
-            if got != wanted:
-                return f"step {index}: {name} {got}, not {wanted}", theirs.margin
-        left -= len(theirs.emitted)
-    if len(ours[1]) != len(run):
-        return f"{len(ours[1])} steps, not {len(run)}", 0.0
-    return None
+            if getattr(mine, name) != getattr(cut, name):
+                what = f"{name} {getattr(mine, name)}, not {getattr(cut, name)}"
+                return f"step {index}: {what}", theirs.margin
+        left -= len(cut.emitted)
+    return None if left == 0 else (f"{left} tokens are missing", 0.0)

@@ -90,7 +90,7 @@ DRAFT_CONFIG = {
     "num_hidden_layers": 1,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
-    "head_dim": 10,
+    "head_dim": 18,
     "rms_norm_eps": 1e-6,
     "rope_theta": 500.0,
     "max_position_embeddings": 32,
@@ -105,7 +105,7 @@ def target_tensors(config: dict, seed: int = 0) -> dict[str, np.ndarray]:
     nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     q_rank, kv_rank = config["q_lora_rank"], config["kv_lora_rank"]
     tensors = {
-        "model.embed_tokens.weight": _normal(rng, config["vocab_size"], width, gain=2 * width**0.5),
+        "model.embed_tokens.weight": _normal(rng, config["vocab_size"], width, gain=3 * width**0.5),
         "model.norm.weight": _near_one(rng, width),
         "lm_head.weight": _normal(rng, config["vocab_size"], width, gain=2),
     }
@@ -179,7 +179,7 @@ def related_draft_tensors(config: dict, target: ReferenceTarget) -> dict[str, np
     key = tensors["midlayer.self_attn.k_proj.weight"]
     per_head = key.reshape(-1, config["head_dim"], key.shape[1]).repeat(groups, axis=0)
     tensors["midlayer.self_attn.q_proj.weight"] = 5 * per_head.reshape(-1, key.shape[1])
-    tensors["midlayer.self_attn.o_proj.weight"] *= 6
+    tensors["midlayer.self_attn.o_proj.weight"] *= 24
     draft, rng = ReferenceDraft(tensors, config), np.random.default_rng(2)
     states, logits = [], []
     for _ in range(40):

@@ -15,7 +15,7 @@ can show that a comparison with it would notice.
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -140,20 +140,17 @@ class Oracle:
         self.target, self.draft, self.boundaries = target, draft, boundaries
         self.choose, self.faults = choose, faults
 
-    def run(
-        self, prompt: list[int], levels: int, branches: int, nodes: int, num_tokens: int
-    ) -> tuple[Choice, list[Step]]:
-        """The first token, and the steps until `num_tokens` are emitted, that one among them."""
-        logits = self.target.run(prompt).logits[-1]
-        first = self.choose(logits, len(prompt))
-        tokens, steps, emitted = [*prompt, first.token], [], 1
-        memory = Memory()
-        while emitted < num_tokens:
+    def first(self, prompt: list[int]) -> Choice:
+        """The token after the prompt."""
+        return self.choose(self.target.run(prompt).logits[-1], len(prompt))
+
+    def steps(self, tokens: list[int], levels: int, branches: int, nodes: int) -> Iterator[Step]:
+        """The steps after `tokens`, a prompt and its first token, without an end."""
+        tokens, memory = list(tokens), Memory()
+        while True:
             step = self._step(tokens, levels, branches, nodes, memory)
             tokens += step.emitted
-            emitted += len(step.emitted)
-            steps.append(step)
-        return first, steps
+            yield step
 
     def plain(self, prompt: list[int], num_tokens: int) -> list[Choice]:
         """The same request without a draft, a whole pass for every token."""
