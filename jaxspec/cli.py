@@ -5,6 +5,7 @@ instant.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_type_hints
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_t
 import typer
 
 from jaxspec.errors import InputError
+from jaxspec.version import version
 
 if TYPE_CHECKING:
     from jaxspec.commands import ModelFlags
@@ -21,7 +23,6 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="jaxspec",
-    help="EAGLE-3 speculative decoding for Kimi-K2.5 in JAX.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -124,6 +125,22 @@ CompileCacheFlag = Annotated[
         "$JAX_COMPILATION_CACHE_DIR, or jaxspec/compiled in this user's caches.",
     ),
 ]
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"jaxspec {version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    is_version_asked: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it."),
+    ] = False,
+) -> None:
+    """EAGLE-3 speculative decoding for Kimi-K2.5 in JAX."""
 
 
 @app.command()
@@ -501,6 +518,6 @@ def main() -> None:
         print(f"jaxspec: {error}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:
-        # Whoever read stdout has seen enough; Python would complain again when it flushes.
-        sys.stdout = None
+        # Whoever read stdout has seen enough. Python flushes it once more at exit: into nothing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

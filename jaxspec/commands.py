@@ -179,7 +179,7 @@ def run_generate(flags: GenerateFlags, display: Display) -> GenerateReport:
         num_done += 1
         if run_file is not None:
             run_file.append(entry_of(report))
-        if printer is None:
+        if printer is None or not printer.streams:
             display.progress("generating", num_done, len(prompts))
 
     reports, run = continue_prompts(
@@ -335,11 +335,11 @@ class _Printer:
     """Text on stdout: of one prompt while it comes, of several when they are done, in order."""
 
     def __init__(self, num_prompts: int) -> None:
-        self._streams = num_prompts == 1
+        self.streams = num_prompts == 1
         self._printed = ""
 
     def on_text(self, index: int, text: str) -> None:
-        if self._streams:
+        if self.streams:
             print(text[len(self._printed) :], end="", flush=True)
             self._printed = text
 
@@ -348,7 +348,7 @@ class _Printer:
             text = report.text
             if text is None:
                 text = json.dumps(list(report.completion.tokens))
-            if self._streams:
+            if self.streams:
                 print(text[len(self._printed) :])
             else:
                 print(f"--- {report.id}\n{text}")

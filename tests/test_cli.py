@@ -1,6 +1,7 @@
 """The command line end to end: on a tiny random pair with a tokenizer, in this process."""
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,9 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import jaxspec
 from jaxspec import cli
-from jaxspec.console import Display
 from jaxspec.environment import default_compile_cache, hub_cache
 from jaxspec.tokenizer import load_tokenizer
+from jaxspec.version import version
 from tests import make_checkpoint, tiny
 from tests.test_report import KEYS, PROMPT_KEYS
 from tests.tiny_tokenizer import write_tokenizer
@@ -24,7 +25,6 @@ CACHE_SETTINGS = (
     "jax_compilation_cache_dir",
     "jax_persistent_cache_min_compile_time_secs",
     "jax_persistent_cache_min_entry_size_bytes",
-    "jax_disable_most_optimizations",
 )
 
 
@@ -59,6 +59,7 @@ def compile_cache(tmp_path_factory):
         yield
     for name, value in before.items():
         jax.config.update(name, value)
+    jax.config.update("jax_disable_most_optimizations", False)
     compilation_cache.reset_cache()
 
 
@@ -309,6 +310,19 @@ def test_help_states_every_default(run, monkeypatch, command):
             assert "default" in line.lower() or "[required]" in line, line
 
 
+def test_version(run):
+    status, out, _ = run("--version")
+    assert (status, out) == (0, f"jaxspec {version()}\n")
+
+
+def test_a_reader_of_stdout_that_has_seen_enough(place):
+    (place / "long.txt").write_text("the " * 40000)
+    args = f"--target {place / 'target'} --prompt-file {place / 'long.txt'}"
+    command = f"{sys.executable} -m jaxspec tokenize {args} | true; echo ${{PIPESTATUS[0]}} >&2"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stderr == "1\n"
+
+
 def test_help_needs_no_jax():
     code = "import sys, jaxspec.cli; print({'jax', 'numpy', 'tiktoken'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -350,12 +364,18 @@ def test_a_repository_in_the_local_cache(run, place, monkeypatch):
     assert json.loads(out)
 
 
-def test_progress_is_for_terminals_only(capsys):
-    with Display() as display:
-        display.progress("loading", 1, 2)
-        with display.waiting("compiling"):
-            display.progress("loading", 2, 2)
-    assert capsys.readouterr() == ("", "")
-    with Display() as display:
-        display.say("[bold] as it is")
-    assert capsys.readouterr() == ("", "[bold] as it is\n")
+@pytest.mark.slow
+def test_a_second_run_starts_in_a_third_of_the_time(place, tmp_path):
+    """In processor time, so that a busy machine does not decide."""
+
+    def seconds() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        args = ["generate", PROMPT, "--max-new-tokens", "1", "--compile-cache", str(tmp_path)]
+        subprocess.run(
+            [sys.executable, "-m", "jaxspec", *args], check=True, stdout=subprocess.DEVNULL
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    first, second = seconds(), seconds()
+    assert second < first / 3
