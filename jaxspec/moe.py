@@ -22,8 +22,9 @@ class Routing(NamedTuple):
     Attributes:
       expert: chosen ids, best first.
       weight: f32 weights; the correction bias is not in them.
-      margin: f32 gap between the last chosen and the first rejected choice score: what a
-        difference between two implementations must exceed to flip a choice.
+      margin: f32 gap between the last chosen and the first rejected choice score, of experts or
+        of groups, whichever is smaller: what a difference between two implementations must
+        exceed to flip a choice.
     """
 
     expert: Int[Array, "B T X"]
@@ -45,7 +46,9 @@ class Router(nnx.Module):
         """The choice for every token: the bias decides who is chosen, never with what weight."""
         c = self.config
         score_BTE = jax.nn.sigmoid(x_BTD.astype(jnp.float32) @ self.weight[...])
-        choice_BTE = self._within_best_groups(score_BTE + self.bias[...][None, None])
+        choice_BTE, group_margin_BT = self._within_best_groups(
+            score_BTE + self.bias[...][None, None]
+        )
         # One more than is chosen, for the margin; a router that takes all experts has none.
         runners_up = min(1, c.n_routed_experts - c.num_experts_per_tok)
         best, expert = jax.lax.top_k(choice_BTE, c.num_experts_per_tok + runners_up)
@@ -53,21 +56,25 @@ class Router(nnx.Module):
         margin_BT = best[..., c.num_experts_per_tok - 1] - best[..., -1]
         if not runners_up:
             margin_BT = jnp.full_like(margin_BT, jnp.inf)
+        margin_BT = jnp.minimum(margin_BT, group_margin_BT)
         weight_BTX = jnp.take_along_axis(score_BTE, expert_BTX, axis=-1)
         if c.norm_topk_prob:
             weight_BTX = weight_BTX / (weight_BTX.sum(-1, keepdims=True) + 1e-20)
         return Routing(expert_BTX, weight_BTX * c.routed_scaling_factor, margin_BT)
 
-    def _within_best_groups(self, choice_BTE: jax.Array) -> jax.Array:
-        """Choice scores, -inf outside the `topk_group` best groups (by their two best scores)."""
+    def _within_best_groups(self, choice_BTE: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Choice scores, -inf outside the `topk_group` best groups (by their two best scores), and
+        the gap between the last group kept and the first dropped one, infinite if none is."""
         c = self.config
-        if c.n_group == 1:
-            return choice_BTE
+        no_margin_BT = jnp.full(choice_BTE.shape[:-1], jnp.inf, choice_BTE.dtype)
+        if c.topk_group == c.n_group:
+            return choice_BTE, no_margin_BT
         grouped = choice_BTE.reshape(*choice_BTE.shape[:-1], c.n_group, -1)
         group_score = jax.lax.top_k(grouped, 2)[0].sum(-1)
-        best_group = jax.lax.top_k(group_score, c.topk_group)[1]
-        is_kept = jax.nn.one_hot(best_group, c.n_group, dtype=bool).any(-2)
-        return jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(choice_BTE.shape)
+        best_score, best_group = jax.lax.top_k(group_score, c.topk_group + 1)
+        is_kept = jax.nn.one_hot(best_group[..., :-1], c.n_group, dtype=bool).any(-2)
+        kept_BTE = jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(choice_BTE.shape)
+        return kept_BTE, best_score[..., -2] - best_score[..., -1]
 
 
 class RoutedExperts(nnx.Module):

@@ -150,6 +150,10 @@ def compare(ours: dict[str, np.ndarray], record: Record) -> str:
     assert left_out <= MAX_LEFT_OUT * is_real.sum(), (left_out, notes)
     names = [name for name in theirs if name.startswith("boundary.")]
     assert names == [name for name in ours if name.startswith("boundary.")]
+    for name in differs:
+        name = name.replace("router", "router_margin")
+        error = np.abs(ours[name] - theirs[name])[is_compared].max()
+        assert error <= TOLERANCE, f"{name}: apart by {error:.2e}"
     for name in [*names, "logits"]:
         error = row_error(ours[name][is_compared], theirs[name][is_compared])
         row, position = np.argwhere(is_compared)[error.argmax()]

@@ -88,10 +88,14 @@ class Record:
 
 
 def identity(directory: Path) -> str:
-    """`name@fingerprint` of a checkpoint directory: of its config and every tensor's bytes."""
+    """`name@fingerprint` of a checkpoint directory: of its config and every tensor."""
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     for path in sorted(directory.glob("*.safetensors")):
-        digest.update(path.read_bytes())
+        with safe_open(path, framework="numpy") as file:
+            for name in sorted(file.keys()):
+                tensor = file.get_tensor(name)
+                digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+                digest.update(tensor.tobytes())
     return f"{directory.name}@{digest.hexdigest()[:16]}"
 
 

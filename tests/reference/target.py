@@ -19,7 +19,8 @@ class TargetRun:
       boundaries: [N+1,T,D], the residual stream entering every layer, and leaving the last.
       logits: [T,V].
       experts: [sparse layers,T,X], chosen experts, best first.
-      margins: [sparse layers,T], gap between the last chosen and the best rejected choice score.
+      margins: [sparse layers,T], gap between the last chosen and the best rejected choice score,
+        of experts or of groups, whichever is smaller.
     """
 
     boundaries: np.ndarray
@@ -143,7 +144,7 @@ class ReferenceTarget:
         c, num_chosen = self.config, self.config["num_experts_per_tok"]
         score = 1 / (1 + np.exp(-x @ weights["mlp.gate"].T))
         choice = score + weights["mlp.gate.e_score_correction_bias"]
-        groups = c.get("n_group", 1)
+        groups, group_margin = c.get("n_group", 1), np.inf
         if groups > 1:
             grouped = choice.reshape(len(x), groups, -1)
             group_score = np.sort(grouped, axis=-1)[..., -2:].sum(-1)
@@ -151,6 +152,8 @@ class ReferenceTarget:
             for t in range(len(x)):
                 grouped[t, [g for g in range(groups) if g not in kept[t]]] = -np.inf
             choice = grouped.reshape(len(x), -1)
+            ranked = -np.sort(-group_score, axis=-1)
+            group_margin = ranked[:, c["topk_group"] - 1] - ranked[:, c["topk_group"]]
         order = np.argsort(-choice, axis=-1, kind="stable")
         chosen = order[:, :num_chosen]
         share = np.take_along_axis(score, chosen, axis=-1)
@@ -158,7 +161,7 @@ class ReferenceTarget:
             share = share / (share.sum(-1, keepdims=True) + 1e-20)
         ranked = np.take_along_axis(choice, order, axis=-1)
         margin = ranked[:, num_chosen - 1] - ranked[:, num_chosen]
-        return chosen, share * c["routed_scaling_factor"], margin
+        return chosen, share * c["routed_scaling_factor"], np.minimum(margin, group_margin)
 
     def mixture(
         self, weights: dict, x: np.ndarray, chosen: np.ndarray, share: np.ndarray
