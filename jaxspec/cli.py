@@ -25,6 +25,7 @@ app = typer.Typer(
     name="jaxspec",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,  # boxes cut long flags short
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -34,13 +35,11 @@ Dtype = Literal["bfloat16", "float32"]
 Convention = Literal["before", "after"]
 
 # Flags that several commands share. A default that no signature can state is stated in the help.
-Models, Prompts, Output = "Models", "Prompts", "Output"
 TargetFlag = Annotated[
     str | None,
     typer.Option(
         "--target",
         metavar="DIR",
-        rich_help_panel=Models,
         help="Hugging Face or converted checkpoint, or the id of a repository in the local Hugging "
         "Face cache. Default: the small trained target that ships with jaxspec.",
     ),
@@ -50,7 +49,6 @@ DraftFlag = Annotated[
     typer.Option(
         "--draft",
         metavar="DIR|none",
-        rich_help_panel=Models,
         help="EAGLE-3 draft, likewise; none decodes plainly. Default: the one that ships, with the "
         "target that ships.",
     ),
@@ -60,7 +58,6 @@ CaptureFlag = Annotated[
     typer.Option(
         "--capture",
         metavar="IDS",
-        rich_help_panel=Models,
         help="Boundaries the target captures, as in 2,30,58: b is the state entering layer b. A "
         "draft that states its own refuses others. Default: what the draft states.",
     ),
@@ -69,7 +66,6 @@ ConventionFlag = Annotated[
     Convention | None,
     typer.Option(
         "--capture-convention",
-        rich_help_panel=Models,
         help="Whether the draft's own ids mean the state before or after a layer. Default: what "
         "its checkpoint says.",
     ),
@@ -78,7 +74,6 @@ DtypeFlag = Annotated[
     Dtype | None,
     typer.Option(
         "--dtype",
-        rich_help_panel=Models,
         help="Of weights, activations and caches. Default: float32 on a CPU, bfloat16 elsewhere.",
     ),
 ]
@@ -88,7 +83,6 @@ PromptFileFlag = Annotated[
     typer.Option(
         "--prompt-file",
         metavar="F",
-        rich_help_panel=Prompts,
         help="Plain text, a prompt a line, or JSON lines with prompt, messages, conversations "
         "(ShareGPT), turns (MT-bench) or question (GSM8K). Default: PROMPT.",
     ),
@@ -98,7 +92,6 @@ TokensFlag = Annotated[
     typer.Option(
         "--tokens",
         metavar="F",
-        rich_help_panel=Prompts,
         help="JSON list of lists of ids, in place of text; no text comes back. Default: PROMPT.",
     ),
 ]
@@ -106,21 +99,19 @@ ChatFlag = Annotated[
     bool,
     typer.Option(
         "--chat",
-        rich_help_panel=Prompts,
         help="Put text into the checkpoint's chat template, as a user's message. Messages always "
         "go through it.",
     ),
 ]
 JsonFlag = Annotated[
     bool,
-    typer.Option("--json", rich_help_panel=Output, help="One JSON object on stdout, no text."),
+    typer.Option("--json", help="One JSON object on stdout, no text."),
 ]
 CompileCacheFlag = Annotated[
     str | None,
     typer.Option(
         "--compile-cache",
         metavar="DIR|none",
-        rich_help_panel=Output,
         help="Where compiled programs are kept for the next run. Default: "
         "$JAX_COMPILATION_CACHE_DIR, or jaxspec/compiled in this user's caches.",
     ),
@@ -153,7 +144,6 @@ def generate(
         str | None,
         typer.Option(
             metavar="LEVELSxBRANCHESxNODES",
-            rich_help_panel="Speculation",
             help=f"Shape of the draft tree. Default: {DEFAULT_TREE}, a chain of 3.",
         ),
     ] = None,
@@ -161,7 +151,6 @@ def generate(
         int | None,
         typer.Option(
             metavar="N",
-            rich_help_panel="Speculation",
             help="SGLang's name of LEVELS. Default: --tree's.",
         ),
     ] = None,
@@ -169,7 +158,6 @@ def generate(
         int | None,
         typer.Option(
             metavar="N",
-            rich_help_panel="Speculation",
             help="SGLang's name of BRANCHES. Default: --tree's.",
         ),
     ] = None,
@@ -177,7 +165,6 @@ def generate(
         int | None,
         typer.Option(
             metavar="N",
-            rich_help_panel="Speculation",
             help="SGLang's name of NODES, root included. Default: --tree's.",
         ),
     ] = None,
@@ -205,7 +192,6 @@ def generate(
         str | None,
         typer.Option(
             metavar="NAME",
-            rich_help_panel=Models,
             help="Of the kernels, as in xla. Default: the best that can run.",
         ),
     ] = None,
@@ -213,7 +199,6 @@ def generate(
         bool,
         typer.Option(
             "--ceiling",
-            rich_help_panel=Output,
             help="Also measure accept_ceiling: what a draft that knew the target's own "
             "probabilities would have reached.",
         ),
@@ -223,7 +208,6 @@ def generate(
         Path | None,
         typer.Option(
             metavar="RUN.jsonl",
-            rich_help_panel=Output,
             help="Run file; an interrupted run goes on with it. Default: none.",
         ),
     ] = None,
@@ -274,7 +258,6 @@ def tokenize(
         bool,
         typer.Option(
             "--json",
-            rich_help_panel=Output,
             help="One JSON object with id, category, ids and the text of every token. Default: "
             "a JSON list of lists of ids, as --tokens reads it.",
         ),
@@ -294,9 +277,7 @@ def tokenize(
 def record(
     prompt: PromptArgument = None,
     *,
-    out: Annotated[
-        Path, typer.Option(metavar="R.safetensors", rich_help_panel=Output, help="The record.")
-    ],
+    out: Annotated[Path, typer.Option(metavar="R.safetensors", help="The record.")],
     target: TargetFlag = None,
     draft: DraftFlag = None,
     capture: CaptureFlag = None,
@@ -307,15 +288,11 @@ def record(
     chat: ChatFlag = False,
     boundaries: Annotated[
         str | None,
-        typer.Option(
-            metavar="IDS|none", rich_help_panel=Output, help="Those to keep. Default: all."
-        ),
+        typer.Option(metavar="IDS|none", help="Those to keep. Default: all."),
     ] = None,
     top: Annotated[
         int | None,
-        typer.Option(
-            min=1, rich_help_panel=Output, help="Keep the K best logits only. Default: all."
-        ),
+        typer.Option(min=1, help="Keep the K best logits only. Default: all."),
     ] = None,
     as_json: JsonFlag = False,
     compile_cache: CompileCacheFlag = None,
@@ -403,7 +380,14 @@ def inspect(
         str, typer.Argument(metavar="DIR|FEATURES", help="Checkpoint, or features file.")
     ],
     *,
-    target: TargetFlag = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Target that a draft is tied to (default: none), or that features are of "
+            "(default: the one that ships).",
+        ),
+    ] = None,
     capture_convention: ConventionFlag = None,
     as_json: JsonFlag = False,
     compile_cache: CompileCacheFlag = None,
