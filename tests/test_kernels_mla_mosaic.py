@@ -7,6 +7,7 @@ Three roundings to bf16 (the softmax numerators, the splits' outputs, the result
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.kernels.mla_attention import mosaic
+from jaxspec.kernels.mla_attention import mla_attention, mosaic, why_not_mosaic
 from jaxspec.kernels.mla_attention.mosaic import Tuning, mla_attention_mosaic
 from jaxspec.kernels.mla_attention.reference import mla_attention_reference
 from tests import trees
@@ -256,6 +257,35 @@ def test_trees_and_dtypes_outside_the_kernel_are_refused():
     args["q_latent"] = args["q_latent"].update(dtype=jnp.float32)
     with pytest.raises(ValueError, match="dtype is float32: only bfloat16"):
         jax.eval_shape(compiled(1), args, None)
+
+
+def test_public_function_refuses_what_the_named_kernel_cannot_run():
+    args = jax.eval_shape(lambda: inputs(1, kv_len=(1,), heads=12)[0])
+
+    def call(args, sees, **choice):
+        return mla_attention(*(args[name] for name in NAMES), sees, scale=SCALE, **choice)
+
+    with pytest.raises(ValueError, match="mosaic kernel cannot run: 12 local heads"):
+        jax.eval_shape(functools.partial(call, implementation="mosaic"), args, None)
+    assert jax.eval_shape(call, args, None)[1].shape == (1, 1, 12)
+    for sees, message in [
+        (jax.ShapeDtypeStruct((1, 1, 2), jnp.bool_), r"sees is \(1, 1, 2\) where .* \(1, 1, 1\)"),
+        (jax.ShapeDtypeStruct((1, 1, 1), jnp.int32), "sees is int32 where bool"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(call, args, sees)
+
+
+def test_default_is_the_kernel_on_a_hopper_gpu_only(monkeypatch):
+    args = jax.eval_shape(lambda: inputs(1, kv_len=(1,))[0])
+    shapes = args["q_latent"], args["q_rotary"], args["latent"], False
+    assert why_not_mosaic(*shapes) == "the default backend is cpu, not a Hopper GPU"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for capability, expected in [("9.0", None), ("8.0", "a GPU has compute capability 8.0")]:
+        device = types.SimpleNamespace(compute_capability=capability, device_kind="a GPU")
+        monkeypatch.setattr(jax, "devices", lambda device=device: [device])
+        reason = why_not_mosaic(*shapes)
+        assert reason is None if expected is None else reason.startswith(expected)
 
 
 @pytest.mark.parametrize("wrong", [{"depth": 96}, {"columns": 512}, {"num_sms": 0}])

@@ -23,6 +23,7 @@ HARMLESS = {"C7519"}
 registers and costs one instruction. Others (C7504, C7508, C7510, C7512) say that a register budget
 was ignored or that one `wgmma` waits for another."""
 
+SCALE = 0.1
 SHARED_BYTES = 227 * 1024
 """What a CTA may have on an H200."""
 
@@ -33,7 +34,7 @@ def compile_case(name: str, tuning: Tuning, dump) -> tuple[str, str, str]:
     """(PTX, what ptxas said, shared memory and barriers) of a case's kernel."""
     on_gpu = jax.sharding.NamedSharding(h200s(1), jax.sharding.PartitionSpec())
     args = jax.tree.map(lambda x: x.update(sharding=on_gpu), shapes(CASES[name]))
-    program = jax.jit(lambda args: mla_attention_mosaic(**args, scale=0.1, tuning=tuning))
+    program = jax.jit(lambda args: mla_attention_mosaic(**args, scale=SCALE, tuning=tuning))
     program.lower(args).compile(compiler_options={"xla_gpu_autotune_level": 0})
     (ptx,), (report,), (resources,) = map(dump.glob, ("*.ptx", "*.ptxas", "*.resources.txt"))
     return ptx.read_text(), report.read_text(), resources.read_text()

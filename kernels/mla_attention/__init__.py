@@ -4,11 +4,12 @@ from typing import Literal
 
 import jax
 
+from jaxspec.kernels.mla_attention.mosaic import mla_attention_mosaic, supported
 from jaxspec.kernels.mla_attention.xla import mla_attention_xla
 
-__all__ = ["Implementation", "mla_attention"]
+__all__ = ["Implementation", "mla_attention", "why_not_mosaic"]
 
-Implementation = Literal["xla"]
+Implementation = Literal["mosaic", "xla"]
 
 
 def mla_attention(
@@ -39,15 +40,24 @@ def mla_attention(
       sees_BTT: which of the new rows each query sees (a tree's ancestors and itself); None means
         causal (one token, a chain, a prompt chunk).
       scale: softmax scale.
-      implementation: None takes the best that can run.
+      implementation: None takes "mosaic" where `why_not_mosaic` has no objection, else "xla".
+        "mosaic" has code for Hopper GPUs only; it can be compiled for one that is not there.
 
     Raises:
-      ValueError: shapes or dtypes that do not belong together.
+      ValueError: shapes or dtypes that do not belong together, or that "mosaic" does not take.
     """
     _check(q_latent_BTNC, q_rotary_BTNR, latent_LBSC, rotary_LBSR, new_latent_BTC, new_rotary_BTR)
-    if implementation not in (None, "xla"):
-        raise ValueError(f"mla_attention: no implementation {implementation!r}; there is 'xla'")
-    return mla_attention_xla(
+    if sees_BTT is not None:
+        _check_tree(q_latent_BTNC, sees_BTT)
+    if implementation not in (None, "mosaic", "xla"):
+        raise ValueError(
+            f"mla_attention: no implementation {implementation!r}; there are 'mosaic' and 'xla'"
+        )
+    if implementation is None:
+        reason = why_not_mosaic(q_latent_BTNC, q_rotary_BTNR, latent_LBSC, sees_BTT is not None)
+        implementation = "mosaic" if reason is None else "xla"
+    attend = mla_attention_mosaic if implementation == "mosaic" else mla_attention_xla
+    return attend(
         q_latent_BTNC,
         q_rotary_BTNR,
         latent_LBSC,
@@ -59,6 +69,29 @@ def mla_attention(
         sees_BTT,
         scale=scale,
     )
+
+
+def why_not_mosaic(
+    q_latent: jax.Array, q_rotary: jax.Array, latent: jax.Array, has_tree: bool
+) -> str | None:
+    """Why a call of these shapes runs in plain XLA here, or None if it runs the Mosaic kernel."""
+    if jax.default_backend() != "gpu":
+        return f"the default backend is {jax.default_backend()}, not a Hopper GPU"
+    device = jax.devices()[0]
+    if device.compute_capability != "9.0":
+        return f"{device.device_kind} has compute capability {device.compute_capability}, not 9.0"
+    return supported(q_latent, q_rotary, latent, has_tree=has_tree)
+
+
+def _check_tree(q_latent: jax.Array, sees: jax.Array) -> None:
+    batch, tokens = q_latent.shape[:2]
+    if sees.shape != (batch, tokens, tokens):
+        raise ValueError(
+            f"mla_attention: sees is {sees.shape} where q_latent {q_latent.shape} makes it "
+            f"{(batch, tokens, tokens)}"
+        )
+    if sees.dtype != bool:
+        raise ValueError(f"mla_attention: sees is {sees.dtype} where bool is needed")
 
 
 def _check(q_latent, q_rotary, latent, rotary, new_latent, new_rotary) -> None:
