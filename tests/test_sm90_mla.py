@@ -27,7 +27,16 @@ SCALE = 0.1
 SHARED_BYTES = 227 * 1024
 """What a CTA may have on an H200."""
 
-FEW = ["8h-1t-32k", "8h-16t-32k", "64h-8t-4k", "64h-64t-128k", "ragged-8", "tree-128", "chunk-64h"]
+FEW = [
+    "8h-1t-32k",
+    "8h-4t-32k",
+    "8h-16t-32k",
+    "64h-8t-4k",
+    "64h-64t-128k",
+    "ragged-8",
+    "tree-128",
+    "chunk-64h",
+]
 
 
 def compile_case(name: str, tuning: Tuning, dump) -> tuple[str, str, str]:

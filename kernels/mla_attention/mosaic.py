@@ -166,7 +166,7 @@ def mla_attention_mosaic(
         "layer": jnp.asarray(layer, jnp.int32).reshape(1),
     }
     if sees_BTT is not None:
-        operands["words"] = _ancestor_words(sees_BTT, heads, new_slots, padded_rows)
+        operands["words"] = _ancestor_words(sees_BTT, heads)
     splits = splits or num_splits(batch, tokens, heads, latent_LBSC.shape[2], tuning)
     out_BPMC, lse_BPM = _attend(operands, heads, splits, scale, tuning, interpret)
     out_BMC, lse_BM = _merge(out_BPMC, lse_BPM)
@@ -180,16 +180,18 @@ def _pad_axis_1(array: jax.Array, size: int) -> jax.Array:
     return jnp.pad(array, [(0, 0), (0, size - array.shape[1]), (0, 0)])
 
 
-def _ancestor_words(sees_BTT: jax.Array, heads: int, new_slots: int, padded_rows: int) -> jax.Array:
-    """[B, new_slots / 32, padded_rows] int32: bit k of word w of row m is "m sees 32 w + k"."""
+def _ancestor_words(sees_BTT: jax.Array, heads: int) -> jax.Array:
+    """[B, words, rows] int32: bit k of word w of row m says whether m sees new row 32 w + k.
+
+    Words fill whole blocks of keys, rows whole tiles.
+    """
     batch, tokens, _ = sees_BTT.shape
-    sees = jnp.pad(sees_BTT, [(0, 0), (0, 0), (0, new_slots - tokens)])
-    bit = sees.reshape(batch, tokens, -1, WORD).astype(jnp.uint32) << jnp.arange(
-        WORD, dtype=jnp.uint32
-    ).reshape(1, 1, 1, WORD)
+    sees = jnp.pad(sees_BTT, [(0, 0), (0, 0), (0, -tokens % TILE)])
+    place = jnp.arange(WORD, dtype=jnp.uint32).reshape(1, 1, 1, WORD)
+    bit = sees.reshape(batch, tokens, -1, WORD).astype(jnp.uint32) << place
     word = lax.bitcast_convert_type(bit.sum(-1, dtype=jnp.uint32), jnp.int32)
     by_row = jnp.repeat(word, heads, axis=1)
-    return _pad_axis_1(by_row, padded_rows).swapaxes(1, 2)
+    return _pad_axis_1(by_row, pl.cdiv(tokens * heads, TILE) * TILE).swapaxes(1, 2)
 
 
 def _merge(out_BPMC: jax.Array, lse_BPM: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -343,9 +345,8 @@ class _Cta:
             refs["q_rotary"].at[self.b, rows], scratch["q_rotary"].at[kept], loaded
         )
         if "words" in refs:
-            plgpu.copy_gmem_to_smem(
-                refs["words"].at[self.b, :, rows], scratch["words"].at[:, kept], loaded
-            )
+            tile = pl.ds(self.first_row, TILE)
+            plgpu.copy_gmem_to_smem(refs["words"].at[self.b, :, tile], scratch["words"], loaded)
 
     def _load(self, kind: str, block: jax.Array, cols: Any, to: Any, barrier: Any) -> None:
         refs, is_prefix = self.refs, block < self.prefix_blocks
