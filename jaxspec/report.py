@@ -69,7 +69,8 @@ class GenerateReport:
     Attributes:
       tree: its shape; None without a draft.
       target, draft: identity of the weights, `name@fingerprint`; None without a draft.
-      capture: the boundaries that the target captured, and who asked for them; None without a
+      capture: the boundaries that the target captured, and who asked for them; `draft_claim`,
+        what the draft states that it was trained on, and where that was read. None without a
         draft.
       device, dtype, implementation: what ran it; of the kernels, which.
       prefill_ms, decode_ms: wall time of the run's two phases, all prompts together, compilation
@@ -87,6 +88,7 @@ class GenerateReport:
     target: str
     draft: str | None
     capture: str | None
+    draft_claim: str | None
     device: str
     dtype: str
     implementation: str
@@ -124,6 +126,7 @@ class GenerateReport:
             "target": self.target,
             "draft": self.draft,
             "capture": self.capture,
+            "draft_claim": self.draft_claim,
             "device": self.device,
             "dtype": self.dtype,
             "implementation": self.implementation,
@@ -145,7 +148,7 @@ class GenerateReport:
         accepted = f"accept_length {self.accept_length:.2f} of {most} (bonus included)"
         if self.accept_ceiling is not None:
             accepted += f", of at best {self.accept_ceiling:.2f} on this text"
-        return f"{accepted}, tree {self.tree}, {ran}\nfeatures: {self.capture}"
+        return f"{accepted}, tree {self.tree}, {ran}\nfeatures: {self.draft_claim}"
 
     def _as_sglang_counts(self) -> dict[str, float | None]:
         """SGLang's two figures.
@@ -179,6 +182,7 @@ def report_of(
         target=target.identity,
         draft=None if draft is None else draft.identity,
         capture=None if generator.capture is None else str(generator.capture),
+        draft_claim=None if draft is None else str(draft.config.boundaries),
         device=jax.devices()[0].device_kind,
         dtype=target.numerics.dtype,
         implementation=target.numerics.implementation or "xla",

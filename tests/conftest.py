@@ -8,6 +8,7 @@ import os
 # Before jax is imported: the tests are for a CPU, whatever else the machine has.
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import hypothesis
 import jax
 import pytest
 
@@ -19,6 +20,9 @@ from tests.reference.target import ReferenceTarget
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# A busy machine is no failure, and everybody's run draws the same examples.
+hypothesis.settings.register_profile("jaxspec", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("jaxspec")
 
 
 @pytest.fixture(scope="session")

@@ -103,6 +103,7 @@ def test_json_is_the_contract(run, place):
     )
     assert report["jax_version"] == jax.__version__
     assert "(1, 2, 4)" in report["capture"]
+    assert "convention 'before'" in report["draft_claim"]
     assert report["command"].startswith("jaxspec generate 'def the")
 
 
