@@ -1,4 +1,7 @@
+import base64
+import itertools
 import json
+import math
 import re
 from pathlib import Path
 
@@ -7,6 +10,7 @@ import regex
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxspec import SHIPPED_TARGET
 from jaxspec import tokenizer as tokenizer_module
 from jaxspec.errors import InputError
 from jaxspec.tokenizer import KIMI_PATTERN, TextStream, Tokenizer, load_tokenizer
@@ -57,6 +61,50 @@ def test_merges_stay_inside_pieces(tokenizer):
 @given(TEXT)
 def test_round_trip(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def plain_bpe(text: str, ranks: dict[bytes, int]) -> list[int]:
+    """Byte-pair encoding as it is defined: in each piece, the lowest-ranked pair merges first."""
+    ids = []
+    for piece in regex.findall(KIMI_PATTERN, text, flags=regex.V1):
+        parts = [bytes([byte]) for byte in piece.encode()]
+        while True:
+            pairs = [a + b for a, b in itertools.pairwise(parts)]
+            best = min(pairs, key=lambda pair: ranks.get(pair, math.inf), default=b"")
+            if best not in ranks:
+                break
+            at = pairs.index(best)
+            parts[at : at + 2] = [best]
+        ids += [ranks[part] for part in parts]
+    return ids
+
+
+@pytest.fixture(scope="module")
+def shipped() -> tuple[Tokenizer, dict[bytes, int]]:
+    """The shipped tokenizer, and the ranks in its file."""
+    tokenizer = load_tokenizer(SHIPPED_TARGET)
+    assert tokenizer is not None
+    lines = (SHIPPED_TARGET / "tiktoken.model").read_text().splitlines()
+    return tokenizer, {base64.b64decode(t): int(rank) for t, rank in map(str.split, lines)}
+
+
+@given(TEXT | st.text("abcdefg_().=:' \n\t0123日語ÄÖ"))
+def test_shipped_vocabulary_against_the_definition(shipped, text):
+    tokenizer, ranks = shipped
+    ids = tokenizer.encode(text)
+    assert ids == plain_bpe(text, ranks)
+    assert tokenizer.decode(ids) == text
+
+
+def test_shipped_vocabulary_on_its_own_kind_of_text(shipped):
+    tokenizer, ranks = shipped
+    text = Path(__file__).read_text("utf-8")
+    assert tokenizer.encode(text) == plain_bpe(text, ranks)
+    config = json.loads((SHIPPED_TARGET / "config.json").read_text())
+    named = [i for name, i in tokenizer.special_ids.items() if not name.startswith("<|reserved")]
+    assert tokenizer.special_ids["[BOS]"] == len(ranks)
+    assert tokenizer.special_ids["[EOS]"] == config["text_config"]["eos_token_id"]
+    assert max(named) < config["text_config"]["vocab_size"]
 
 
 @given(FORGED)
