@@ -22,7 +22,9 @@
 | W      | branches kept per draft level             |              |
 | P      | path length (deepest depth + 1)           |              |
 | V, U   | target / draft vocabulary                 | 163840 / the draft's |
-| M      | draft candidates kept between steps       | 32           |
+| I      | candidates of a draft tree, all levels    |              |
+| M      | draft candidates kept between steps; in `expert_matmul`, tokens | 32 |
+| A      | any other width, named where it is used   |              |
 
 An array inside a function ends in its letters: `latent_LBSC`. Static ints and scalars carry no
 suffix. Public functions repeat the letters in jaxtyping annotations, and `typed` checks them
