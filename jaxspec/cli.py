@@ -13,6 +13,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_t
 import typer
 
 from jaxspec.errors import InputError
+from jaxspec.flags import (
+    CaptureFlag,
+    ChatFlag,
+    CompileCacheFlag,
+    Convention,
+    ConventionFlag,
+    DraftFlag,
+    Dtype,
+    DtypeFlag,
+    JsonFlag,
+    PromptArgument,
+    PromptFileFlag,
+    TargetFlag,
+    TokensFlag,
+)
 from jaxspec.version import version
 
 if TYPE_CHECKING:
@@ -31,91 +46,6 @@ app = typer.Typer(
 )
 
 DEFAULT_TREE = "3x1x4"
-Dtype = Literal["bfloat16", "float32"]
-Convention = Literal["before", "after"]
-
-# Flags that several commands share. A default that no signature can state is stated in the help.
-TargetFlag = Annotated[
-    str | None,
-    typer.Option(
-        "--target",
-        metavar="DIR",
-        help="Hugging Face or converted checkpoint, or the id of a repository in the local Hugging "
-        "Face cache. Default: the small trained target that ships with jaxspec.",
-    ),
-]
-DraftFlag = Annotated[
-    str | None,
-    typer.Option(
-        "--draft",
-        metavar="DIR|none",
-        help="EAGLE-3 draft, likewise; none decodes plainly. Default: the one that ships, with the "
-        "target that ships.",
-    ),
-]
-CaptureFlag = Annotated[
-    str | None,
-    typer.Option(
-        "--capture",
-        metavar="IDS",
-        help="Boundaries the target captures, as in 2,30,58: b is the state entering layer b. A "
-        "draft that states its own refuses others. Default: what the draft states.",
-    ),
-]
-ConventionFlag = Annotated[
-    Convention | None,
-    typer.Option(
-        "--capture-convention",
-        help="Whether the draft's own ids mean the state before or after a layer. Default: what "
-        "its checkpoint says.",
-    ),
-]
-DtypeFlag = Annotated[
-    Dtype | None,
-    typer.Option(
-        "--dtype",
-        help="Of weights, activations and caches. Default: float32 on a CPU, bfloat16 elsewhere.",
-    ),
-]
-PromptArgument = Annotated[str | None, typer.Argument(metavar="PROMPT", help="Text.")]
-PromptFileFlag = Annotated[
-    Path | None,
-    typer.Option(
-        "--prompt-file",
-        metavar="F",
-        help="Plain text, a prompt a line, or JSON lines with prompt, messages, conversations "
-        "(ShareGPT), turns (MT-bench) or question (GSM8K). Default: PROMPT.",
-    ),
-]
-TokensFlag = Annotated[
-    Path | None,
-    typer.Option(
-        "--tokens",
-        metavar="F",
-        help="JSON list of lists of ids, in place of text; no text comes back. Default: PROMPT.",
-    ),
-]
-ChatFlag = Annotated[
-    bool,
-    typer.Option(
-        "--chat",
-        help="Put text into the checkpoint's chat template, as a user's message. Messages always "
-        "go through it.",
-    ),
-]
-JsonFlag = Annotated[
-    bool,
-    typer.Option("--json", help="One JSON object on stdout, no text."),
-]
-CompileCacheFlag = Annotated[
-    str | None,
-    typer.Option(
-        "--compile-cache",
-        metavar="DIR|none",
-        help="Where compiled programs are kept for the next run. Default: "
-        "$JAX_COMPILATION_CACHE_DIR, or jaxspec/compiled in this user's caches.",
-    ),
-]
 
 
 def _print_version(is_asked: bool) -> None:

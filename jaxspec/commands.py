@@ -193,18 +193,27 @@ def run_generate(flags: GenerateFlags, display: Display) -> GenerateReport:
     )
     if printer:
         printer.finish(reports)
-    ceiling = None
-    if flags.with_ceiling:
-        assert flags.config.tree is not None, "checked where flags are read"
-        ceiling = accept_ceiling(
-            target,
-            requests_of(prompts, flags.sampling),
-            [report.completion.tokens for report in reports],
-            flags.config.tree,
-            batch_size=min(len(prompts), CEILING_BATCH),
-            progress=display.progress,
-        ).accept_length
+    ceiling = _ceiling(flags, target, prompts, reports, display) if flags.with_ceiling else None
     return report_of(generator, target, draft, reports, run, ceiling)
+
+
+def _ceiling(
+    flags: GenerateFlags,
+    target: Target,
+    prompts: Sequence[EncodedPrompt],
+    reports: Sequence[PromptReport],
+    display: Display,
+) -> float | None:
+    """The accept_length of a draft that knew the target, on what was emitted."""
+    assert flags.config.tree is not None, "checked where flags are read"
+    return accept_ceiling(
+        target,
+        requests_of(prompts, flags.sampling),
+        [report.completion.tokens for report in reports],
+        flags.config.tree,
+        batch_size=min(len(prompts), CEILING_BATCH),
+        progress=display.progress,
+    ).accept_length
 
 
 def _tokenizer(models: ModelFlags, prompts: PromptFlags) -> Tokenizer | None:

@@ -1,7 +1,6 @@
 """Run files: what a run gave, request by request, in the JSON lines that `compare` reads."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ FORMAT = "jaxspec-run-1"
 class RunFile:
     """A file that a run is appended to, and that an interrupted run goes on with.
 
+    Nothing is written before the first request is done.
+
     Attributes:
       entries: the requests in it, by id.
     """
@@ -29,27 +30,39 @@ class RunFile:
             for two parts of a file to be one run.
 
         Raises:
-          InputError: the file is no run file, or of another run.
+          InputError: the file is no run file, or of another run, or has no place to be.
         """
-        self._path, self.entries = path, {}
-        header = {"format": FORMAT, **header}
+        self._path, self._header = path, {"format": FORMAT, **header}
+        self.entries: dict[str, dict[str, Any]] = {}
+        self._size = 0
+        if not path.parent.is_dir():
+            raise InputError(f"{path}: there is no directory {path.parent}")
         try:
             content = path.read_bytes() if path.exists() else b""
-            if content:
-                whole, _, cut_off = content.rpartition(b"\n")
-                first, *others = whole.decode("utf-8", errors="replace").split("\n")
-                self._check(first, header)
-                self.entries = {entry["id"]: entry for entry in map(json.loads, others)}
-                os.truncate(path, len(content) - len(cut_off))
-            else:
-                path.write_text(json.dumps(header) + "\n", "utf-8")
         except OSError as error:
-            raise InputError(f"{path}: cannot be written ({error.strerror})") from error
+            raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+        if content:
+            whole, _, cut_off = content.rpartition(b"\n")
+            first, *others = whole.decode("utf-8", errors="replace").split("\n")
+            self._check(first)
+            self.entries = {entry["id"]: entry for entry in map(json.loads, others)}
+            self._size = len(content) - len(cut_off)
 
     def append(self, entry: dict[str, Any]) -> None:
-        """Writes a request's entry, at once."""
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+        """Writes a request's entry, at once; the first one brings the header with it.
+
+        Raises:
+          InputError: the file cannot be written.
+        """
+        lines = [entry] if self._size else [self._header, entry]
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        try:
+            with self._path.open("r+b" if self._size else "wb") as file:
+                file.truncate(self._size)
+                file.seek(self._size)
+                self._size += file.write(text.encode())
+        except OSError as error:
+            raise InputError(f"{self._path}: cannot be written ({error.strerror})") from error
         self.entries[entry["id"]] = entry
 
     def completion(self, id: str, prompt_ids: tuple[int, ...]) -> Completion | None:
@@ -74,7 +87,8 @@ class RunFile:
             entry["decode_ms"],
         )
 
-    def _check(self, line: str, header: dict[str, Any]) -> None:
+    def _check(self, line: str) -> None:
+        header = self._header
         try:
             found = json.loads(line)
         except ValueError:

@@ -268,7 +268,10 @@ TARGET = ("--target", "target", "--draft", "none")
         (("--tokens", "ids.json", *TARGET), "ids.json, entry 1: token id 600"),
         (("the abc", *TARGET, "--context-length", "2"), "leave no room for a new one in a context"),
         (("--prompt-file", "absent.txt", *TARGET), "absent.txt: cannot be read"),
-        (("a", *TARGET, "--out", "absent/run.jsonl"), "absent/run.jsonl: cannot be written"),
+        (
+            ("a", *TARGET, "--out", "absent/run.jsonl"),
+            "run.jsonl: there is no directory absent",
+        ),
     ],
 )
 def test_bad_input_is_one_message_and_status_2(run, place, args, message):

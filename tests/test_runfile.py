@@ -83,5 +83,16 @@ def test_a_file_that_is_something_else_is_left_alone(tmp_path, content):
 
 
 def test_a_place_that_cannot_be_written(tmp_path):
-    with pytest.raises(InputError, match="cannot be written"):
+    with pytest.raises(InputError, match="there is no directory"):
         RunFile(tmp_path / "absent" / "run.jsonl", HEADER)
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(InputError, match="cannot be read"):
+        RunFile(tmp_path / "directory", HEADER)
+
+
+def test_nothing_is_written_before_there_is_something(tmp_path):
+    run_file = RunFile(tmp_path / "run.jsonl", HEADER)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "run.jsonl").mkdir()
+    with pytest.raises(InputError, match="cannot be written"):
+        run_file.append(entry_of(report("a")))
