@@ -7,6 +7,8 @@ import os
 
 # Before jax is imported: the tests are for a CPU, whatever else the machine has.
 os.environ["JAX_PLATFORMS"] = "cpu"
+# numpy's matrices are small here: threads would cost more than they save.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import hypothesis
 import jax

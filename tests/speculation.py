@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,9 +54,22 @@ def _noise(seed: int, vocab_size: int, position: int) -> np.ndarray:
 
 
 class Stepper:
-    """jaxspec's `prefill` and `step`, a step at a time, for batches of one size."""
+    """jaxspec's `prefill` and `step`, a step at a time, for batches of one size.
 
-    def __init__(self, target: Target, draft: Draft, batch: int, slots: int, chunk: int) -> None:
+    Args:
+      optimise: as usual; without it, programs that run for moments compile in half the time.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        draft: Draft,
+        batch: int,
+        slots: int,
+        chunk: int,
+        *,
+        optimise: bool = True,
+    ) -> None:
         capture = target.boundaries(draft.config.boundaries.ids, "test")
         graph, self.params = nnx.split((target, draft))
         self.batch, self.slots = batch, slots
@@ -75,10 +89,9 @@ class Stepper:
             after = steps.step(target, draft, state, settings)
             return drafted.tokens, drafted.parent, after
 
-        # These programs run for moments; most of a test's time would be spent optimising them.
-        quickly = {"xla_backend_optimization_level": 0}
-        self.admit = jax.jit(admit, compiler_options=quickly)
-        self.advance = jax.jit(advance, static_argnames="tree", compiler_options=quickly)
+        options = {} if optimise else {"xla_backend_optimization_level": 0}
+        self.admit = jax.jit(admit, compiler_options=options)
+        self.advance = jax.jit(advance, static_argnames="tree", compiler_options=options)
 
     def run(
         self, requests: Sequence[Request], tree: TreeConfig, num_tokens: int
@@ -113,10 +126,20 @@ class Stepper:
                 if new_count > old:
                     emitted = state.tokens[b, old:new_count].tolist()
                     accepted = int(state.accepted[b, before.num_steps[b]])
-                    run.append(
-                        Step(tokens[b].tolist(), parents[b].tolist(), accepted, emitted, 0.0)
-                    )
+                    run.append(Step(tokens[b].tolist(), parents[b].tolist(), accepted, emitted))
         return list(zip(firsts, runs, strict=True))
+
+
+class Difference(NamedTuple):
+    """Where two runs part, and the least margins by which the oracle decided up to there."""
+
+    what: str
+    margin: float
+    router_margin: float
+
+    @property
+    def is_near_tie(self) -> bool:
+        return min(self.margin, self.router_margin) < NEAR_TIE
 
 
 def first_difference(
@@ -125,16 +148,17 @@ def first_difference(
     tree: TreeConfig,
     num_tokens: int,
     ours: tuple[int, list[Step]],
-) -> tuple[str, float] | None:
-    """Where a run departs from the oracle's, and by what margin the oracle decided there.
+) -> Difference | None:
+    """Where a run departs from the oracle's; None where they agree to the end.
 
-    None where they agree to the end. Of the last step, which the limit may cut short, only what was
-    emitted is compared.
+    Of the last step, which the limit may cut short, only what was emitted is compared.
     """
     first, run = ours
     wanted_first = oracle.first(list(request.prompt))
     if first != wanted_first.token:
-        return f"first token {first}, not {wanted_first.token}", wanted_first.margin
+        router_margin = oracle.target.run(request.prompt).margins.min()
+        what = f"first token {first}, not {wanted_first.token}"
+        return Difference(what, wanted_first.margin, router_margin)
     left = num_tokens - 1
     wanted = oracle.steps([*request.prompt, first], tree.levels, tree.branches, tree.nodes)
     for index, (mine, theirs) in enumerate(zip(run, wanted, strict=False)):
@@ -143,7 +167,8 @@ def first_difference(
         )
         for name in ("tokens", "parents", "accepted", "emitted"):
             if getattr(mine, name) != getattr(cut, name):
-                what = f"{name} {getattr(mine, name)}, not {getattr(cut, name)}"
-                return f"step {index}: {what}", theirs.margin
+                what = f"step {index}: {name} {getattr(mine, name)}, not {getattr(cut, name)}"
+                return Difference(what, theirs.margin, theirs.router_margin)
         left -= len(cut.emitted)
-    return None if left == 0 else (f"{left} tokens are missing", 0.0)
+    assert left == 0
+    return None

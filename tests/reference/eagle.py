@@ -69,13 +69,15 @@ class Step:
       accepted: drafted tokens that the target confirmed.
       emitted: those tokens, and the bonus token.
       margin: the least by which any decision of this step was taken.
+      router_margin: the least by which any expert was chosen, for any row so far.
     """
 
     tokens: list[int]
     parents: list[int]
     accepted: int
     emitted: list[int]
-    margin: float
+    margin: float = np.inf
+    router_margin: float = np.inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +172,7 @@ class Oracle:
             margin = min(margin, pool[order[nodes - 2]].score - pool[order[nodes - 1]].score)
         parents = [-1] + [0 if c.parent is None else 1 + _index(kept, c.parent) for c in kept]
 
-        choices, features = self._read(tokens, kept, parents)
+        choices, features, router_margin = self._read(tokens, kept, parents)
         path = [0]
         while True:
             wanted = choices[path[-1]].token
@@ -187,6 +189,7 @@ class Oracle:
             len(path) - 1,
             [choices[node].token for node in path],
             margin,
+            router_margin,
         )
 
     def _propose(
@@ -251,8 +254,8 @@ class Oracle:
 
     def _read(
         self, tokens: list[int], kept: list[Proposed], parents: list[int]
-    ) -> tuple[list[Choice], np.ndarray]:
-        """The target's choice after every node, and the nodes' features."""
+    ) -> tuple[list[Choice], np.ndarray, float]:
+        """The target's choice after every node, the nodes' features, the routers' least margin."""
         length, nodes = len(tokens) - 1, len(parents)
         sees = np.zeros((length + nodes, length + nodes), bool)
         sees[:length, :length] = formulas.causal(length)
@@ -266,7 +269,7 @@ class Oracle:
         positions = [*range(length), *(length + d for d in depth)]
         run = self.target.run([*tokens, *(c.token for c in kept)], positions, sees)
         choices = [self.choose(run.logits[length + j], length + depth[j] + 1) for j in range(nodes)]
-        return choices, run.features(self.boundaries)[length:]
+        return choices, run.features(self.boundaries)[length:], run.margins.min()
 
     def _misremember(
         self,
