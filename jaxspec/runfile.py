@@ -45,7 +45,10 @@ class RunFile:
             whole, _, cut_off = content.rpartition(b"\n")
             first, *others = whole.decode("utf-8", errors="replace").split("\n")
             self._check(first)
-            self.entries = {entry["id"]: entry for entry in map(json.loads, others)}
+            try:
+                self.entries = {entry["id"]: entry for entry in map(json.loads, others)}
+            except (ValueError, TypeError, KeyError) as error:
+                raise InputError(f"{path}: a line of it is damaged ({error!r})") from error
             self._size = len(content) - len(cut_off)
 
     def append(self, entry: dict[str, Any]) -> None:

@@ -90,6 +90,15 @@ def test_a_place_that_cannot_be_written(tmp_path):
         RunFile(tmp_path / "directory", HEADER)
 
 
+def test_a_damaged_line(tmp_path):
+    path = tmp_path / "run.jsonl"
+    RunFile(path, HEADER).append(entry_of(report("a")))
+    for line in ("{", "[]", "{}"):
+        path.write_text(path.read_text().splitlines()[0] + f"\n{line}\n")
+        with pytest.raises(InputError, match="a line of it is damaged"):
+            RunFile(path, HEADER)
+
+
 def test_nothing_is_written_before_there_is_something(tmp_path):
     run_file = RunFile(tmp_path / "run.jsonl", HEADER)
     assert not list(tmp_path.iterdir())
