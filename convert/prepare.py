@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Collection, Iterator
 from typing import Any, Literal
 
@@ -39,6 +40,8 @@ Experts = Literal["stored", "int4"]
 
 NOT_OF_THE_FUNCTION = ("eos_token_ids", "latent_norm_eps", "max_position_embeddings", "num_bits")
 """Config fields that may differ between two forms of one target."""
+
+_LATER_EXPERT = re.compile(r"\.experts\.[1-9]\d*\.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +127,7 @@ def prepare_target(
         for key, value in dataclasses.asdict(config).items()
         if key not in NOT_OF_THE_FUNCTION
     }
-    identity = f"{facts.model_type}@{_fingerprint(function, rules, source, 'head')}"
+    identity = f"{facts.model_type}@{_fingerprint(function, rules, source)}"
     return Prepared("target", identity, config, claims, rules, unused, source, quantization)
 
 
@@ -145,7 +148,7 @@ def prepare_draft(
     problems.raise_any()
     sizes = dataclasses.asdict(config)
     del sizes["boundaries"]
-    identity = f"eagle3@{_fingerprint(sizes, rules, source, 'fc')}"
+    identity = f"eagle3@{_fingerprint(sizes, rules, source)}"
     claims["target"] = Claim(None, "nothing in the checkpoint names it")
     if target is not None:
         config = tie(config, target, problems, "by convert --target")
@@ -190,17 +193,20 @@ def tie(config: DraftConfig, target: TargetCard, problems: Problems, when: str) 
     return dataclasses.replace(config, boundaries=tied)
 
 
-def _fingerprint(function: dict[str, Any], rules: list[Rule], source: Source, row_of: str) -> str:
-    """Twelve hex digits over the config, every norm and bias, and the first row of one matrix.
+def _fingerprint(function: dict[str, Any], rules: list[Rule], source: Source) -> str:
+    """Twelve hex digits over the config, every vector, and the first row of every matrix.
 
-    Cheap at any size, and the same for one model in bf16, f32 or packed: values are hashed as f32.
+    Of a layer's routed experts the first one speaks for all: that is cheap at any size, and no
+    training leaves it as it was. Plain weights are hashed as f32, so that their element type does
+    not matter; packed ones as they are stored.
     """
     digest = hashlib.sha256(json.dumps(function, sort_keys=True).encode())
     for rule in rules:
-        for want in rule.wants:
-            is_vector = len(want.shape) == 1 and source.tensors[want.name].dtype in FLOAT
-            if is_vector or row_of in rule.leaves:
-                digest.update(f"{rule.piece} {rule.leaves} {want.shape}".encode())
-                rows = source.read(want.name, None if is_vector else 1)
-                digest.update(rows.astype(np.float32).tobytes())
+        for name in (name for want in rule.wants for name in want.names):
+            tensor = source.tensors[name]
+            if _LATER_EXPERT.search(name):
+                continue
+            digest.update(f"{rule.piece} {rule.leaves} {tensor.shape}".encode())
+            rows = source.read(name, None if len(tensor.shape) < 2 else 1)
+            digest.update((rows.astype(np.float32) if tensor.dtype in FLOAT else rows).tobytes())
     return digest.hexdigest()[:12]

@@ -148,15 +148,21 @@ def test_tie_to_another_target_is_kept(kimi, tmp_path):
 
 
 def test_same_weights_same_identity(kimi, tmp_path):
-    """One identity for a model under other names or packed otherwise, another for another model."""
-    plain = make_checkpoint.target_config("flat", "none")
-    tensors = make_checkpoint.target_tensors(plain)
-    directory = make_checkpoint.write(tmp_path / "plain", plain, tensors)
+    """One identity for a model under other names, another where any kind of matrix differs."""
+    flat = make_checkpoint.target_config("flat", "int4")
+    tensors = make_checkpoint.target_tensors(flat)
+    directory = make_checkpoint.write(tmp_path / "flat", flat, tensors)
     fingerprint = inspect(kimi).manifest.identity.split("@")[1]
     assert inspect(directory).manifest.identity == f"kimi_k2@{fingerprint}"
-    tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
-    changed = make_checkpoint.write(tmp_path / "changed", plain, tensors)
-    assert inspect(changed).manifest.identity != f"kimi_k2@{fingerprint}"
+    for name in (
+        "lm_head.weight",
+        "model.layers.1.self_attn.o_proj.weight",
+        "model.layers.2.mlp.experts.0.down_proj.weight_packed",
+    ):
+        changed = make_checkpoint.write(
+            tmp_path / name, flat, tensors | {name: tensors[name] + tensors[name].dtype.type(1)}
+        )
+        assert inspect(changed).manifest.identity != f"kimi_k2@{fingerprint}", name
 
 
 KILLED = """
