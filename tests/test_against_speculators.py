@@ -5,16 +5,17 @@ position at once, each row seeing the rows of the first depth up to its own and 
 pre-norm output and logits agree within 1e-5 per row (norm-wise).
 """
 
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from jaxspec import recording
 from jaxspec.checkpoint import load_draft, load_target
 from jaxspec.contracts import Features
+from jaxspec.draft import Draft
+from jaxspec.target import Target
 from tests import tiny, torch_reference
 from tests.torch_reference import Record, row_error
 
@@ -26,25 +27,25 @@ TARGET_OF = {
 }
 
 
-@pytest.fixture(params=torch_reference.each_source(TARGET_OF))
-def case(request, tmp_path) -> tuple[Path, Path, Record]:
-    """The directories of a draft and of its target, and speculators' record of the draft."""
+@pytest.fixture(scope="module", params=torch_reference.each_source(TARGET_OF))
+def case(request, tmp_path_factory) -> tuple[Target, Draft, Record]:
+    """A draft's target, the draft, and speculators' record of it."""
     source, name = request.param
-    directory = torch_reference.draft_directory(name, tmp_path)
-    target = torch_reference.target_directory(TARGET_OF[name], tmp_path)
+    folder = tmp_path_factory.mktemp("case")
+    directory = torch_reference.draft_directory(name, folder)
+    target_directory = torch_reference.target_directory(TARGET_OF[name], folder)
     if source == "golden":
         record = torch_reference.golden(name)
     else:
-        out = tmp_path / "record.safetensors"
-        record = torch_reference.make_draft_record(directory, target, out, source)
+        out = folder / "record.safetensors"
+        record = torch_reference.make_draft_record(directory, target_directory, out, source)
     record.check_made_from(directory)
-    return directory, target, record
+    target = load_target(target_directory, tiny.NUMERICS)
+    return target, load_draft(directory, tiny.NUMERICS, target=target), record
 
 
 def test_hidden_and_logits_of_every_depth(case):
-    directory, target_directory, record = case
-    target = load_target(target_directory, tiny.NUMERICS)
-    draft = load_draft(directory, tiny.NUMERICS, target=target)
+    target, draft, record = case
     theirs = record.arrays
     claim = draft.config.boundaries
     assert record.metadata["boundaries"] == ",".join(map(str, claim.ids))
@@ -81,6 +82,17 @@ def test_hidden_and_logits_of_every_depth(case):
         parts = rows if earlier is None else (earlier, rows)
         earlier = rows if earlier is None else jax.tree.map(_joined, *parts)
         sees_TT = jnp.concatenate([sees_TT, jnp.eye(length, dtype=bool)], axis=1)
+
+
+def test_record_of_target_and_draft(case):
+    """`jaxspec record`, from tokens to draft logits, is transformers followed by speculators."""
+    target, draft, record = case
+    rows, lengths = record.arrays["tokens"].tolist(), record.arrays["lengths"]
+    sequences = [ids[:length] for ids, length in zip(rows, lengths, strict=True)]
+    ours = recording.record(target, draft, sequences).arrays
+    for name in ("features", "draft.logits"):
+        worst = row_error(ours[name][record.is_real], record.arrays[name][record.is_real]).max()
+        assert worst <= TOLERANCE, f"{name}: {worst:.2e}"
 
 
 def _joined(earlier_LNBTH: jax.Array, new_LNBTH: jax.Array) -> jax.Array:
