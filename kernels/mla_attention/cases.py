@@ -65,6 +65,7 @@ CASES = {
         Case("decode-8", 1, 8, (32768,) * 8, 32768),
         Case("tree-8", 16, 8, (32768,) * 8, 32768, has_tree=True),
         Case("ragged-8", 16, 8, (0, 1, 63, 1000, 4096, 10000, 20000, 32768), 32768, has_tree=True),
+        Case("tree-23", 23, 8, (5000,), 32768, has_tree=True),
         Case("tree-128", 128, 8, (32768,), 32768, has_tree=True),
         Case("chunk-first", 2048, 8, (0,), 32768),
         Case("chunk-late", 2048, 8, (30720,), 32768),

@@ -29,6 +29,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxspec.kernels.mla_attention.mosaic_merge import merge_splits
+
 __all__ = ["Tuning", "mla_attention_mosaic", "num_splits", "supported"]
 
 TILE = 64
@@ -147,21 +149,13 @@ def mla_attention_mosaic(
     if reason is not None:
         raise ValueError(f"mla_attention: the mosaic kernel cannot run: {reason}")
     batch, tokens, heads, width = q_latent_BTNC.shape
-    rows = tokens * heads
-    # A single tile is loaded and stored at its true height; more are padded to whole ones.
-    padded_rows = rows if rows < TILE else pl.cdiv(rows, TILE) * TILE
-
-    def flat(q_BTNX: jax.Array) -> jax.Array:
-        return _pad_axis_1(q_BTNX.reshape(batch, rows, q_BTNX.shape[-1]), padded_rows)
-
-    new_slots = pl.cdiv(tokens, TILE) * TILE
     operands = {
-        "q_latent": flat(q_latent_BTNC),
-        "q_rotary": flat(q_rotary_BTNR),
+        "q_latent": q_latent_BTNC.reshape(batch, tokens * heads, width),
+        "q_rotary": q_rotary_BTNR.reshape(batch, tokens * heads, TILE),
         "latent": latent_LBSC,
         "rotary": rotary_LBSR,
-        "new_latent": _pad_axis_1(new_latent_BTC, new_slots),
-        "new_rotary": _pad_axis_1(new_rotary_BTR, new_slots),
+        "new_latent": _whole_tiles(new_latent_BTC),
+        "new_rotary": _whole_tiles(new_rotary_BTR),
         "kv_len": kv_len_B.astype(jnp.int32),
         "layer": jnp.asarray(layer, jnp.int32).reshape(1),
     }
@@ -169,15 +163,19 @@ def mla_attention_mosaic(
         operands["words"] = _ancestor_words(sees_BTT, heads)
     splits = splits or num_splits(batch, tokens, heads, latent_LBSC.shape[2], tuning)
     out_BPMC, lse_BPM = _attend(operands, heads, splits, scale, tuning, interpret)
-    out_BMC, lse_BM = _merge(out_BPMC, lse_BPM)
-    return (
-        out_BMC[:, :rows].reshape(batch, tokens, heads, width),
-        lse_BM[:, :rows].reshape(batch, tokens, heads),
-    )
+    out_BMC, lse_BM = merge_splits(out_BPMC, lse_BPM, interpret=interpret)
+    return out_BMC.reshape(q_latent_BTNC.shape), lse_BM.reshape(batch, tokens, heads)
 
 
-def _pad_axis_1(array: jax.Array, size: int) -> jax.Array:
-    return jnp.pad(array, [(0, 0), (0, size - array.shape[1]), (0, 0)])
+def _whole_tiles(new_BTX: jax.Array) -> jax.Array:
+    """With zero rows at the end if there are more than 8 and not a multiple of it.
+
+    A copy (TMA) of 64 rows takes rows past the end as zeros, but the end must not lie within the
+    8 rows of a swizzled tile, unless there is no other.
+    """
+    tokens = new_BTX.shape[1]
+    missing = -tokens % 8 if tokens > 8 else 0
+    return jnp.pad(new_BTX, [(0, 0), (0, missing), (0, 0)]) if missing else new_BTX
 
 
 def _ancestor_words(sees_BTT: jax.Array, heads: int) -> jax.Array:
@@ -191,20 +189,8 @@ def _ancestor_words(sees_BTT: jax.Array, heads: int) -> jax.Array:
     bit = sees.reshape(batch, tokens, -1, WORD).astype(jnp.uint32) << place
     word = lax.bitcast_convert_type(bit.sum(-1, dtype=jnp.uint32), jnp.int32)
     by_row = jnp.repeat(word, heads, axis=1)
-    return _pad_axis_1(by_row, pl.cdiv(tokens * heads, TILE) * TILE).swapaxes(1, 2)
-
-
-def _merge(out_BPMC: jax.Array, lse_BPM: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The attention over all P splits: [B,M,C] in the partial outputs' dtype, [B,M] f32."""
-    if out_BPMC.shape[1] == 1:
-        return out_BPMC[:, 0], lse_BPM[:, 0]
-    top_BM = lse_BPM.max(1)
-    finite_top_BM = jnp.where(jnp.isneginf(top_BM), 0.0, top_BM)
-    weight_BPM = jnp.exp(lse_BPM - finite_top_BM[:, None])
-    total_BM = weight_BPM.sum(1)
-    share_BPM = weight_BPM / jnp.where(total_BM > 0, total_BM, 1.0)[:, None]
-    out_BMC = (share_BPM[..., None] * out_BPMC.astype(jnp.float32)).sum(1)
-    return out_BMC.astype(out_BPMC.dtype), finite_top_BM + jnp.log(total_BM)
+    by_row = jnp.pad(by_row, [(0, 0), (0, -(tokens * heads) % TILE), (0, 0)])
+    return by_row.swapaxes(1, 2)
 
 
 def _attend(
