@@ -4,12 +4,13 @@ from typing import Literal
 
 import jax
 
+from jaxspec.kernels.expert_matmul.mosaic import expert_matmul_mosaic, supported
 from jaxspec.kernels.expert_matmul.packing import PackedInt4
 from jaxspec.kernels.expert_matmul.xla import expert_matmul_xla
 
-__all__ = ["Implementation", "PackedInt4", "expert_matmul"]
+__all__ = ["Implementation", "PackedInt4", "expert_matmul", "why_not_mosaic"]
 
-Implementation = Literal["xla"]
+Implementation = Literal["mosaic", "xla"]
 
 
 def expert_matmul(
@@ -31,15 +32,36 @@ def expert_matmul(
         it only the experts that some token chose.
       expert_MX: chosen experts; an id of E or more is no expert: that choice adds nothing.
       weight_MX: their weights, f32.
-      product: how q x scale is rounded; see `packing.unpack`. Plain weights ignore it.
-      implementation: None takes the best that can run.
+      product: how q x scale is rounded; see `packing.unpack`. Plain weights ignore it, and so
+        does "mosaic", which does not round it at all.
+      implementation: None takes "mosaic" where `why_not_mosaic` has no objection, else "xla".
+        "mosaic" has code for Hopper GPUs only; it can be compiled for one that is not there.
 
     Raises:
-      ValueError: widths that do not belong together.
+      ValueError: widths that do not belong together, or operands that "mosaic" does not take.
     """
-    if implementation not in (None, "xla"):
-        raise ValueError(f"expert_matmul: no implementation {implementation!r}; there is 'xla'")
+    if implementation not in (None, "mosaic", "xla"):
+        raise ValueError(
+            f"expert_matmul: no implementation {implementation!r}; there are 'mosaic' and 'xla'"
+        )
     width = gate_up.in_features if isinstance(gate_up, PackedInt4) else gate_up.shape[-1]
     if width != x_MD.shape[1]:
         raise ValueError(f"expert_matmul: tokens are {x_MD.shape[1]} wide, gate and up {width}")
+    if implementation is None:
+        reason = why_not_mosaic(x_MD, gate_up, down)
+        implementation = "mosaic" if reason is None else "xla"
+    if implementation == "mosaic":
+        return expert_matmul_mosaic(x_MD, gate_up, down, layer, expert_MX, weight_MX)
     return expert_matmul_xla(x_MD, gate_up, down, layer, expert_MX, weight_MX, product=product)
+
+
+def why_not_mosaic(
+    x_MD: jax.Array, gate_up: PackedInt4 | jax.Array, down: PackedInt4 | jax.Array
+) -> str | None:
+    """Why a call of these operands runs in plain XLA here; None if it runs the Mosaic kernels."""
+    if jax.default_backend() != "gpu":
+        return f"the default backend is {jax.default_backend()}, not a Hopper GPU"
+    device = jax.devices()[0]
+    if device.compute_capability != "9.0":
+        return f"{device.device_kind} has compute capability {device.compute_capability}, not 9.0"
+    return supported(x_MD, gate_up, down)

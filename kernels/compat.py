@@ -1,0 +1,29 @@
+"""What the kernels need that differs between jax versions, or that a version leaves out."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.interpreters import mlir
+
+__all__ = ["mma_on_cpu"]
+
+
+@functools.cache
+def mma_on_cpu() -> None:
+    """Gives `plgpu.mma` a meaning on CPU, where the Mosaic GPU interpreter runs kernels.
+
+    The interpreter executes what it has no rule for as ordinary jax, so that is all it takes.
+    """
+    left, right, sums = (
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (((64, 16), "bfloat16"), ((16, 8), "bfloat16"), ((64, 8), "float32"))
+    )
+    (equation,) = jax.make_jaxpr(plgpu.mma)(sums, left, right).eqns
+
+    def product(sums: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
+        return sums + jnp.dot(left, right, preferred_element_type=jnp.float32)
+
+    rule = mlir.lower_fun(product, multiple_results=False)
+    mlir.register_lowering(equation.primitive, rule, platform="cpu")
