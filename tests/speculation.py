@@ -73,7 +73,12 @@ class Stepper:
         capture = target.boundaries(draft.config.boundaries.ids, "test")
         graph, self.params = nnx.split((target, draft))
         self.batch, self.slots = batch, slots
-        self.empty = functools.partial(steps.empty_state, target, draft, batch, slots)
+        empty = steps.empty_state(target, draft, batch, slots)
+        # A slot that was read before it was filled would show.
+        nan = functools.partial(jax.tree.map, lambda slots: jnp.full_like(slots, jnp.nan))
+        self.empty = dataclasses.replace(
+            empty, target_cache=nan(empty.target_cache), draft_cache=nan(empty.draft_cache)
+        )
 
         def admit(params, state: State, new: Admission) -> State:
             settings = Settings(None, capture, (), chunk)
@@ -116,7 +121,7 @@ class Stepper:
                 column("top_p", jnp.float32),
             ),
         )
-        state = self.admit(self.params, self.empty(), new)
+        state = self.admit(self.params, self.empty, new)
         firsts, runs = state.tokens[:, 0].tolist(), [[] for _ in requests]
         while (state.status == steps.Status.RUNNING).any():
             before = state
