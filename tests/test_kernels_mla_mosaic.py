@@ -234,6 +234,17 @@ def test_length_beyond_the_cache_is_the_cache():
     assert_close(compiled(splits=2)(args, None), want)
 
 
+def test_nan_of_a_node_reaches_those_who_see_it_alone():
+    args, _ = inputs(3, kv_len=(40,))
+    sees = bits(trees.star(3))
+    want = reference(args, sees)
+    args["new_latent"] = args["new_latent"].at[:, 1, 5].set(jnp.nan)
+    out, lse = compiled(splits=2)(args, sees)
+    assert np.isnan(out[:, 1]).all()
+    assert np.isnan(lse[:, 1]).all()
+    assert_close((out[:, ::2], lse[:, ::2]), [x[:, ::2] for x in want])
+
+
 def test_row_that_sees_nothing_is_zero():
     """A padding node of a sequence without a prefix: neither split has a key for it."""
     args, _ = inputs(2, kv_len=(0,))

@@ -396,14 +396,14 @@ def _score(cta: _Cta) -> None:
         weights = jnp.exp2(scores - _over_columns(new_top, TILE))
         scratch["rotary"].at[stage][...] = weights.astype(scratch["rotary"].dtype)
         scratch["shrink"][stage] = shrink
-        _clear_unfilled(cta, stage, block)
+        _clear_nonfinite(cta, stage, block)
         plgpu.commit_smem()
         plgpu.barrier_arrive(scratch["scored"].at[stage])
         return new_top, total * shrink + weights.sum(axis=1)
 
     start = (jnp.full((TILE,), FLOOR, jnp.float32), jnp.zeros((TILE,), jnp.float32))
     top, total = lax.fori_loop(0, count, step, start)
-    has_seen = total > 0
+    has_seen = total != 0  # NaN, if a score was
     divisor = jnp.where(has_seen, total, 1.0)
     scratch["inverse"][...] = jnp.where(has_seen, 1 / divisor, 0.0)
     plgpu.barrier_arrive(scratch["done"])
@@ -455,18 +455,23 @@ def _is_seen(cta: _Cta, block: jax.Array) -> jax.Array:
     return jnp.logical_or(column < jnp.where(is_prefix, num_filled, 0), bit != 0)
 
 
-def _clear_unfilled(cta: _Cta, stage: jax.Array, block: jax.Array) -> None:
-    """Zeroes the values of unfilled slots: they may hold NaN, and 0 * NaN is NaN."""
-    latent, num_filled = cta.scratch["latent"], cta.kv_len - block * TILE
+def _clear_nonfinite(cta: _Cta, stage: jax.Array, block: jax.Array) -> None:
+    """Zeroes the values that are NaN or infinite, where some row may not see them: 0 * NaN is NaN.
 
-    @pl.when(jnp.logical_and(block < cta.prefix_blocks, num_filled < TILE))
+    Unfilled slots may hold anything, and a drafted token may have overflowed. Who does see it gets
+    the NaN from its scores. Whole blocks of the prefix are seen by all.
+    """
+    latent = cta.scratch["latent"]
+
+    @pl.when(cta.kv_len - block * TILE < TILE)
     def _() -> None:
         for h in range(MIXERS):
 
             def part(d: jax.Array, _: None, h: int = h) -> None:
                 piece = latent.at[stage, h, :, pl.ds(d * TILE, TILE)]
-                row = lax.broadcasted_iota(jnp.int32, (TILE, TILE), 0)
-                piece[...] = jnp.where(row < num_filled, piece[...], jnp.zeros((), latent.dtype))
+                value = piece[...].astype(jnp.float32)
+                value = jnp.where(jnp.abs(value) < jnp.inf, value, 0.0)
+                piece[...] = value.astype(latent.dtype)
 
             lax.fori_loop(0, cta.half // TILE, part, None)
 
