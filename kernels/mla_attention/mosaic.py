@@ -207,9 +207,13 @@ def _attend(
     words = operands["words"].shape[1] if "words" in operands else 0
 
     def body(*refs: Any, **scratch: Any) -> None:
+        named = dict(zip([*operands, "out", "lse"], refs, strict=True))
+        kv_len = named["kv_len"][lax.axis_index("batch")]
         cta = _Cta(
-            refs=dict(zip([*operands, "out", "lse"], refs, strict=True)),
+            refs=named,
             scratch=scratch,
+            layer=named["layer"][0],
+            kv_len=jnp.clip(kv_len, 0, named["latent"].shape[2]),
             heads=heads,
             rows=min(rows, TILE),
             splits=splits,
@@ -275,11 +279,14 @@ class _Cta:
 
     Attributes:
       refs: operands and results, in global memory.
+      layer, kv_len: read once; from inside a loop they would be read anew for every block.
       rows: query rows that are loaded and stored.
     """
 
     refs: dict[str, Any]
     scratch: dict[str, Any]
+    layer: jax.Array
+    kv_len: jax.Array
     heads: int
     rows: int
     splits: int
@@ -298,10 +305,6 @@ class _Cta:
     @property
     def half(self) -> int:
         return self.scratch["q_latent"].shape[-1]
-
-    @property
-    def kv_len(self) -> jax.Array:
-        return jnp.clip(self.refs["kv_len"][self.b], 0, self.refs["latent"].shape[2])
 
     @property
     def prefix_blocks(self) -> jax.Array:
@@ -340,7 +343,7 @@ class _Cta:
         @pl.when(is_prefix)
         def _() -> None:
             slots = pl.ds(block * TILE, TILE)
-            cache = refs[kind].at[refs["layer"][0], self.b, slots, cols]
+            cache = refs[kind].at[self.layer, self.b, slots, cols]
             plgpu.copy_gmem_to_smem(cache, to, barrier)
 
         @pl.when(jnp.logical_not(is_prefix))
