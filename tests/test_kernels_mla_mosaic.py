@@ -267,7 +267,7 @@ def test_a_missing_fence_is_found_as_a_race(monkeypatch):
         ({"heads": 12}, "12 local heads: only multiples of 8"),
         ({"heads": 72}, "72 local heads"),
         ({"slots": 100}, "100 cache slots: only multiples of 64"),
-        ({"latent": 192}, "latent width is 192"),
+        ({"latent": 384}, "latent width is 384"),
         ({"latent": 1024}, "latent width is 1024"),
         ({"tokens": 2049}, "a chunk of 2049 tokens: at most 2048"),
     ],
@@ -316,6 +316,13 @@ def test_default_is_the_kernel_on_a_hopper_gpu_only(monkeypatch):
         monkeypatch.setattr(jax, "devices", lambda device=device: [device])
         reason = why_not_mosaic(*shapes)
         assert reason is None if expected is None else reason.startswith(expected)
+
+
+@pytest.mark.parametrize("splits", [0, 257])
+def test_splits_that_cannot_be_merged_are_refused(splits):
+    args = jax.eval_shape(lambda: inputs(1, kv_len=(1,))[0])
+    with pytest.raises(ValueError, match=f"splits={splits}, but 1 to 256"):
+        jax.eval_shape(compiled(splits), args, None)
 
 
 @pytest.mark.parametrize("wrong", [{"depth": 96}, {"columns": 512}, {"num_sms": 0}])

@@ -1,6 +1,6 @@
-"""`mla_attention` as one Pallas kernel for Hopper (Mosaic GPU), and a merge of its splits in XLA.
+"""`mla_attention` for Hopper GPUs, in Pallas (Mosaic GPU).
 
-The query rows m = t * N + h of a sequence are taken 64 at a time; a block of the grid (a CTA) owns
+The query rows m = t * N + n of a sequence are taken 64 at a time; a block of the grid (a CTA) owns
 one such tile and one share ("split") of the keys: the filled part of the cache followed by the new
 rows, counted in blocks of 64. Grid order has the tile fastest, so that the tiles of one split run
 together and read the keys from L2.
@@ -16,7 +16,9 @@ memory. For block i, in stage i % 2:
                 loads its rotary part
 
 So block i + 1 is loaded and scored, softmax included, while block i is mixed. A P of its own would
-not fit: two stages of 72 KB and 72 KB of queries leave 11 of 227 KB.
+not fit: two stages of 72 KB and 72 KB of queries leave 11 of 227 KB. Another kernel merges splits.
+
+Here M stands for query rows, P for splits, X for either width. How it came about: NOTES.md.
 """
 
 import dataclasses
@@ -29,7 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxspec.kernels.mla_attention.mosaic_merge import merge_splits
+from jaxspec.kernels.mla_attention.mosaic_merge import MAX_SPLITS, merge_splits
 
 __all__ = ["Tuning", "mla_attention_mosaic", "num_splits", "supported"]
 
@@ -73,9 +75,7 @@ class Tuning:
             raise ValueError(f"{self.num_sms=} and {self.min_blocks=} must be positive")
 
 
-def supported(
-    q_latent: Any, q_rotary: Any, latent: Any, *, has_tree: bool, tuning: Tuning = Tuning()
-) -> str | None:
+def supported(q_latent: Any, q_rotary: Any, latent: Any, *, has_tree: bool) -> str | None:
     """Why the kernel cannot take these shapes and dtypes, or None if it can.
 
     Args:
@@ -88,8 +88,7 @@ def supported(
         return f"dtype is {q_latent.dtype}: only bfloat16"
     if rotary_width != TILE:
         return f"rotary width is {rotary_width}: only {TILE}"
-    half = latent_width // MIXERS
-    if latent_width % 128 or latent_width > 512 or half % min(tuning.columns, half):
+    if latent_width not in (128, 256, 512):
         return f"latent width is {latent_width}: only 128, 256 or 512"
     if heads % 8 or not 8 <= heads <= 64:
         return f"{heads} local heads: only multiples of 8 from 8 to 64"
@@ -110,7 +109,7 @@ def num_splits(batch: int, tokens: int, heads: int, slots: int, tuning: Tuning) 
     """
     ctas = batch * pl.cdiv(tokens * heads, TILE)
     blocks = pl.cdiv(slots, TILE) + pl.cdiv(tokens, TILE)
-    most = max(1, min(tuning.num_sms, blocks // tuning.min_blocks))
+    most = max(1, min(tuning.num_sms, MAX_SPLITS, blocks // tuning.min_blocks))
 
     def time(splits: int) -> int:
         return pl.cdiv(ctas * splits, tuning.num_sms) * (pl.cdiv(blocks, splits) + 2)
@@ -141,11 +140,9 @@ def mla_attention_mosaic(
       interpret: run on a CPU under the Mosaic GPU interpreter.
 
     Raises:
-      ValueError: shapes that the kernel does not take.
+      ValueError: shapes that the kernel does not take, or a number of splits that it does not.
     """
-    reason = supported(
-        q_latent_BTNC, q_rotary_BTNR, latent_LBSC, has_tree=sees_BTT is not None, tuning=tuning
-    )
+    reason = supported(q_latent_BTNC, q_rotary_BTNR, latent_LBSC, has_tree=sees_BTT is not None)
     if reason is not None:
         raise ValueError(f"mla_attention: the mosaic kernel cannot run: {reason}")
     batch, tokens, heads, width = q_latent_BTNC.shape
@@ -161,7 +158,10 @@ def mla_attention_mosaic(
     }
     if sees_BTT is not None:
         operands["words"] = _ancestor_words(sees_BTT, heads)
-    splits = splits or num_splits(batch, tokens, heads, latent_LBSC.shape[2], tuning)
+    if splits is None:
+        splits = num_splits(batch, tokens, heads, latent_LBSC.shape[2], tuning)
+    if not 1 <= splits <= MAX_SPLITS:
+        raise ValueError(f"mla_attention: {splits=}, but 1 to {MAX_SPLITS} can be merged")
     out_BPMC, lse_BPM = _attend(operands, heads, splits, scale, tuning, interpret)
     out_BMC, lse_BM = merge_splits(out_BPMC, lse_BPM, interpret=interpret)
     return out_BMC.reshape(q_latent_BTNC.shape), lse_BM.reshape(batch, tokens, heads)

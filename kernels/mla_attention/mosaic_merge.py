@@ -12,8 +12,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-__all__ = ["merge_splits"]
+__all__ = ["MAX_SPLITS", "merge_splits"]
 
+MAX_SPLITS = 256
+"""A copy (TMA) takes no more along one axis."""
 COLUMNS = 128
 """Output columns of a CTA, one to a thread."""
 MIN_ROWS = 4
