@@ -226,16 +226,30 @@ def _check_sizes(text: Fields, sizes: dict[str, Any]) -> None:
             f"{text.place('n_group')} is {s['n_group']}, which does not divide "
             f"n_routed_experts {s['n_routed_experts']}"
         )
-    elif s["topk_group"] * (s["n_routed_experts"] // s["n_group"]) < s["num_experts_per_tok"]:
-        text.problems.add(
-            f"{text.place('topk_group')} is {s['topk_group']}: fewer experts than "
-            f"num_experts_per_tok {s['num_experts_per_tok']}"
-        )
+    else:
+        _check_groups(text, s["n_routed_experts"] // s["n_group"], s)
     if s["qk_rope_head_dim"] % 2:
         text.problems.add(f"{text.place('qk_rope_head_dim')} is {s['qk_rope_head_dim']}, odd")
     heads = s["num_attention_heads"]
     text.expect("num_key_value_heads", heads, None, why="latent attention shares one key")
     text.expect("qk_head_dim", s["qk_nope_head_dim"] + s["qk_rope_head_dim"], None)
+
+
+def _check_groups(text: Fields, group_size: int, sizes: dict[str, Any]) -> None:
+    """Makes groups of experts, of this size each, that nothing can be chosen from a problem."""
+    groups, kept = sizes["n_group"], sizes["topk_group"]
+    if kept > groups:
+        text.problems.add(f"{text.place('topk_group')} is {kept}, more than n_group {groups}")
+    elif kept < groups and group_size < 2:
+        text.problems.add(
+            f"{text.place('n_group')} is {groups}: one expert in each group, and a group is chosen "
+            "by its two best"
+        )
+    elif kept * group_size < sizes["num_experts_per_tok"]:
+        text.problems.add(
+            f"{text.place('topk_group')} is {kept}: {kept * group_size} experts to choose from, "
+            f"fewer than num_experts_per_tok {sizes['num_experts_per_tok']}"
+        )
 
 
 def _check_wrapper(top: Fields, text: Fields) -> None:

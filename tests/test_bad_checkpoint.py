@@ -171,6 +171,19 @@ TARGET_CASES = {
     ),
     "no sparse layer": (text("first_k_dense_replace", 4), ["first_k_dense_replace is 4 of 4"]),
     "groups": (text("n_group", 3), ["n_group is 3", "n_routed_experts 8"]),
+    "more groups than there are": (text("topk_group", 2), ["topk_group is 2, more than n_group 1"]),
+    "groups of one expert": (
+        lambda config, tensors: config["text_config"].update(n_group=8, topk_group=4),
+        ["n_group is 8: one expert in each group"],
+    ),
+    "groups with too few experts": (
+        lambda config, tensors: config["text_config"].update(n_group=4, topk_group=1),
+        ["topk_group is 1: 2 experts to choose from", "num_experts_per_tok 3"],
+    ),
+    "fewer experts than a token takes": (
+        text("num_experts_per_tok", 9),
+        ["8 experts to choose from, fewer than num_experts_per_tok 9"],
+    ),
     "two vocabularies": (
         change("vocab_size", 25),
         ["vocab_size is 25, but config.json: text_config.vocab_size is 24"],
