@@ -17,9 +17,6 @@ class RunFile:
     """A file that a run is appended to, and that an interrupted run goes on with.
 
     Nothing is written before the first request is done.
-
-    Attributes:
-      entries: the requests in it, by id.
     """
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
@@ -33,7 +30,7 @@ class RunFile:
           InputError: the file is no run file, or of another run, or has no place to be.
         """
         self._path, self._header = path, {"format": FORMAT, **header}
-        self.entries: dict[str, dict[str, Any]] = {}
+        self._done: dict[str, tuple[tuple[int, ...], Completion]] = {}
         self._size = 0
         if not path.parent.is_dir():
             raise InputError(f"{path}: there is no directory {path.parent}")
@@ -45,10 +42,15 @@ class RunFile:
             whole, _, cut_off = content.rpartition(b"\n")
             first, *others = whole.decode("utf-8", errors="replace").split("\n")
             self._check(first)
-            try:
-                self.entries = {entry["id"]: entry for entry in map(json.loads, others)}
-            except (ValueError, TypeError, KeyError) as error:
-                raise InputError(f"{path}: a line of it is damaged ({error!r})") from error
+            for number, line in enumerate(others, start=2):
+                try:
+                    entry = json.loads(line)
+                    self._done[entry["id"]] = _completion_in(entry)
+                except (ValueError, TypeError, KeyError) as error:
+                    raise InputError(
+                        f"{path}, line {number}: damaged ({error!r}); remove the line, and its "
+                        "request is run again"
+                    ) from error
             self._size = len(content) - len(cut_off)
 
     def append(self, entry: dict[str, Any]) -> None:
@@ -66,7 +68,7 @@ class RunFile:
                 self._size += file.write(text.encode())
         except OSError as error:
             raise InputError(f"{self._path}: cannot be written ({error.strerror})") from error
-        self.entries[entry["id"]] = entry
+        self._done[entry["id"]] = _completion_in(entry)
 
     def completion(self, id: str, prompt_ids: tuple[int, ...]) -> Completion | None:
         """What the file already holds of a request, or None.
@@ -74,21 +76,15 @@ class RunFile:
         Raises:
           InputError: it holds a request of that id with another prompt.
         """
-        entry = self.entries.get(id)
-        if entry is None:
+        if id not in self._done:
             return None
-        if tuple(entry["prompt_ids"]) != prompt_ids:
+        prompt, completion = self._done[id]
+        if prompt != prompt_ids:
             raise InputError(
                 f"{self._path}: request {id!r} in it has another prompt than the one given now; "
                 "name another file"
             )
-        return Completion(
-            tuple(entry["output_ids"]),
-            entry["finish"],
-            tuple(entry["accepted"]),
-            entry["ttft_ms"],
-            entry["decode_ms"],
-        )
+        return completion
 
     def _check(self, line: str) -> None:
         header = self._header
@@ -104,6 +100,18 @@ class RunFile:
                     f"{self._path}: holds another run, which cannot be gone on with: {key} is "
                     f"{found.get(key)!r} there and {header.get(key)!r} here; name another file"
                 )
+
+
+def _completion_in(entry: dict[str, Any]) -> tuple[tuple[int, ...], Completion]:
+    """The prompt and the completion of a request's line."""
+    completion = Completion(
+        tuple(entry["output_ids"]),
+        entry["finish"],
+        tuple(entry["accepted"]),
+        entry["ttft_ms"],
+        entry["decode_ms"],
+    )
+    return tuple(entry["prompt_ids"]), completion
 
 
 def entry_of(report: PromptReport) -> dict[str, Any]:

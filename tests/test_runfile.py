@@ -93,9 +93,9 @@ def test_a_place_that_cannot_be_written(tmp_path):
 def test_a_damaged_line(tmp_path):
     path = tmp_path / "run.jsonl"
     RunFile(path, HEADER).append(entry_of(report("a")))
-    for line in ("{", "[]", "{}"):
+    for line in ("{", "[]", "{}", '{"id": "a"}'):
         path.write_text(path.read_text().splitlines()[0] + f"\n{line}\n")
-        with pytest.raises(InputError, match="a line of it is damaged"):
+        with pytest.raises(InputError, match=r"run\.jsonl, line 2: damaged"):
             RunFile(path, HEADER)
 
 
