@@ -143,5 +143,10 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ..
     if lengths is None:
         lengths = np.full(tokens.shape[0], tokens.shape[1], np.int32)
     said = metadata.get("boundaries", "")
-    claimed = tuple(int(part) for part in said.split(",")) if said else None
+    parts = [part.strip() for part in said.split(",")] if said else []
+    if not all(part.isdigit() for part in parts):
+        raise InputError(
+            f"{path}: its metadata says boundaries {said!r}; expected ids, as in 1,3,5"
+        )
+    claimed = tuple(map(int, parts)) or None
     return tokens, lengths, features, claimed

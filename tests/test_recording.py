@@ -185,6 +185,9 @@ def test_features_that_cannot_be_compared(pair, done, tmp_path):
     Record({"features": done.arrays["features"]}, {}).save(path)
     with pytest.raises(InputError, match="no array tokens; it has features"):
         identify(path, pair[0])
+    save(path, done, metadata={"boundaries": "2, thirty"})
+    with pytest.raises(InputError, match="its metadata says boundaries '2, thirty'"):
+        identify(path, pair[0])
     path.write_text("x")
     with pytest.raises(InputError, match="not a safetensors file"):
         identify(path, pair[0])
