@@ -105,8 +105,13 @@ def generate(
     chat: ChatFlag = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Per prompt.")] = 128,
     context_length: Annotated[
-        int, typer.Option(min=2, help="Tokens of prompt and continuation together.")
-    ] = 2048,
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Tokens of prompt and continuation together. Default: 2048, or what the target "
+            "was made for if that is less.",
+        ),
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 1,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="0 is off.")] = 0,
@@ -380,6 +385,8 @@ def _models(
 
     if draft == "none" and capture is not None:
         raise InputError("--capture without a draft: nothing would be done with what is captured")
+    if draft == "none" and convention is not None:
+        raise InputError("--capture-convention says how a draft's ids are read: there is no draft")
     known = get_args(get_args(get_type_hints(Numerics)["implementation"])[0])
     if implementation not in (None, *known):
         raise InputError(f"--implementation is {implementation!r}; there is {' and '.join(known)}")
@@ -425,12 +432,15 @@ def _tree(
 
 
 def main() -> None:
-    """Runs the command line, and turns bad input into one message and exit status 2."""
+    """Runs the command line; an error is one message.
+
+    Exit status 2 is bad input. What was computed and is no number may have other causes: 1.
+    """
     try:
         app(prog_name="jaxspec")
     except (InputError, FloatingPointError) as error:
         print(f"jaxspec: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, InputError) else 1)
     except BrokenPipeError:
         # Whoever read stdout has seen enough. Python flushes it once more at exit: into nothing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

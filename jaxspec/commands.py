@@ -166,7 +166,7 @@ def run_generate(flags: GenerateFlags, display: Display) -> GenerateReport:
     prompts = flags.prompts.read(tokenizer)
     flags.sampling.check(has_text=tokenizer is not None)
     target, draft = load(models, display)
-    check_prompts(prompts, target.config.vocab_size, flags.config.context_length)
+    check_prompts(prompts, target.config.vocab_size, flags.config.slots(target.config))
     run_file = None if flags.out is None else RunFile(flags.out, _header(flags, target, draft))
     known = {} if run_file is None else _known(run_file, prompts)
     with display.waiting("compiling"):
@@ -322,7 +322,7 @@ def _header(flags: GenerateFlags, target: Target, draft: Draft | None) -> dict[s
             "tree": None if config.tree is None else str(config.tree),
             "capture": models.capture and list(models.capture),
             "max_new_tokens": config.max_new_tokens,
-            "context_length": config.context_length,
+            "context_length": config.slots(target.config),
             "batch_size": config.batch_size,
             "ignore_eos": config.ignore_eos,
             "temperature": sampling.temperature,

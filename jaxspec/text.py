@@ -173,7 +173,7 @@ def generate(
         text, ids = (prompt, None) if isinstance(prompt, str) else (None, tuple(prompt))
         entries.append(Prompt(str(index), text=text, ids=ids, where=f"prompt {index}"))
     encoded = encode_prompts(entries, tokenizer)
-    check_prompts(encoded, target.config.vocab_size, config.context_length)
+    check_prompts(encoded, target.config.vocab_size, config.slots(target.config))
     generator = Generator(target, draft, config)
     reports, run = continue_prompts(generator, encoded, tokenizer, sampling)
     return report_of(generator, target, draft, reports, run)

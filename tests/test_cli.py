@@ -254,6 +254,7 @@ TARGET = ("--target", "target", "--draft", "none")
         (("a", "--target", "bare", "--draft", "none"), "bare: no tiktoken.model in it"),
         (("a", *TARGET, "--tree", "1x1x2"), "--draft none decodes plainly"),
         (("a", *TARGET, "--capture", "1"), "--capture without a draft"),
+        (("a", *TARGET, "--capture-convention", "after"), "there is no draft"),
         (("a", *PAIR, "--tree", "3x1"), "tree '3x1': expected LEVELSxBRANCHESxNODES"),
         (("a", *PAIR, "--tree", "1x1x9"), "offer only 1"),
         (("a", *PAIR, "--capture", "two"), "--capture is 'two': expected boundaries"),
