@@ -17,7 +17,7 @@ from jaxspec.config import DraftConfig, Numerics
 from jaxspec.contracts import Features, TargetIds, VocabMap
 from jaxspec.dims import typed
 from jaxspec.kernels.gqa_attention import gqa_attention
-from jaxspec.layers import GatedMlp, RMSNorm, rotary_angles, rotate, weight
+from jaxspec.layers import GatedMlp, RMSNorm, full_f32, rotary_angles, rotate, weight
 from jaxspec.mla import Pass
 
 __all__ = ["Borrowed", "Draft", "DraftPass"]
@@ -123,6 +123,7 @@ class Draft(nnx.Module):
         shape = (1, c.num_key_value_heads, batch, slots, c.head_dim)
         return KeyValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
+    @full_f32
     def fuse(
         self, features: Features, tokens: TargetIds, at: Pass, cache: KeyValues, target: Borrowed
     ) -> DraftPass:
@@ -135,6 +136,7 @@ class Draft(nnx.Module):
         ids_BT = TargetIds.require(tokens, self.config.vocab_size, "draft.fuse")
         return self._layer(features_BTG @ self.fc[...], ids_BT, at, cache, None, target)
 
+    @full_f32
     def recur(
         self,
         recurrent_BTD: Float[Array, "B T D"],
@@ -172,6 +174,7 @@ class Draft(nnx.Module):
         x_BTD = residual_BTD + y_BTD
         return DraftPass(x_BTD + self.mlp(self.post_norm(x_BTD)), rows)
 
+    @full_f32
     @typed
     def logits(
         self, recurrent_BTD: Float[Array, "B T D"], target: Borrowed

@@ -5,6 +5,7 @@ Not a server: a fixed number of places, filled from a list of requests as they c
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
@@ -14,16 +15,25 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxspec.config import TreeConfig
+from jaxspec.config import TargetConfig, TreeConfig
 from jaxspec.contracts import Boundaries
 from jaxspec.draft import Draft
 from jaxspec.errors import InputError
+from jaxspec.kernels import expert_matmul, mla_attention
 from jaxspec.sampling import Sampling
 from jaxspec.step import Admission, Settings, State, Status, decode, empty_state, prefill
 from jaxspec.target import Target
 
-__all__ = ["Completion", "GenerateConfig", "Generator", "Request", "Run"]
+__all__ = [
+    "Completion",
+    "GenerateConfig",
+    "Generator",
+    "Request",
+    "Run",
+    "implementations",
+]
 
+DEFAULT_CONTEXT = 2048
 Finish = Literal["eos", "stop", "length", "capacity"]
 
 
@@ -34,7 +44,8 @@ class GenerateConfig:
     Attributes:
       tree: shape of the draft tree; None decodes plainly, and no draft is used.
       max_new_tokens: of a request that does not say.
-      context_length: prompt and completion together, per place; sizes the caches.
+      context_length: prompt and completion together, per place; sizes the caches. None takes
+        2048, or what the target was made for if that is less.
       batch_size: places.
       prefill_chunk: prompt tokens per target pass.
       ignore_eos: go on past end-of-sequence.
@@ -43,11 +54,34 @@ class GenerateConfig:
 
     tree: TreeConfig | None
     max_new_tokens: int = 128
-    context_length: int = 2048
+    context_length: int | None = None
     batch_size: int = 1
     prefill_chunk: int = 128
     ignore_eos: bool = False
     steps_per_call: int = 16
+
+    def check(self) -> None:
+        """Raises InputError for what no target can run."""
+        if self.tree is not None:
+            self.tree.check()
+        for name in ("max_new_tokens", "batch_size", "prefill_chunk", "steps_per_call"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}; it starts at 1")
+
+    def slots(self, target: TargetConfig) -> int:
+        """Tokens that a place has room for, with this target.
+
+        Raises:
+          InputError: more are asked for than the target was made for, or fewer than two.
+        """
+        most = target.max_position_embeddings
+        slots = min(DEFAULT_CONTEXT, most) if self.context_length is None else self.context_length
+        if not 2 <= slots <= most:
+            raise InputError(
+                f"context_length is {slots}; it starts at 2, and the target was made for {most} "
+                "(config.json: max_position_embeddings)"
+            )
+        return slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +94,15 @@ class Request:
     top_p: float = 1.0
     seed: int = 0
     max_new_tokens: int | None = None
+
+    def check_sampling(self) -> None:
+        """Raises InputError for settings by which no token can be chosen."""
+        if not 0 <= self.temperature < math.inf:
+            raise InputError(f"temperature is {self.temperature}; 0 is greedy, else it is positive")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p is {self.top_p}; it lies above 0, and 1 is off")
+        if not 0 <= self.top_k < 2**31:
+            raise InputError(f"top_k is {self.top_k}; 0 is off, else it is positive, below 2^31")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +132,12 @@ class Run:
     decode_ms: float
 
 
+_NOT_FINITE = {
+    Status.TARGET_NOT_FINITE: "the target's logits are NaN",
+    Status.DRAFT_NOT_FINITE: "the draft's hidden state is not finite",
+}
+
+
 @dataclasses.dataclass
 class _Place:
     """A request in the batch."""
@@ -108,6 +157,7 @@ class Generator:
       compile_s: seconds that tracing and compiling took.
       num_traces: how often each program was traced; it stays at one.
       capture: the claim the features are stamped with; None without a draft.
+      slots: tokens, prompt and completion together, that a place has room for.
     """
 
     def __init__(
@@ -128,18 +178,13 @@ class Generator:
         """
         if (draft is None) != (config.tree is None):
             raise InputError("a draft wants a tree and a tree a draft: one of the two is missing")
-        if config.tree is not None:
-            config.tree.check()
-            if config.tree.branches > draft.config.draft_vocab_size:
-                raise InputError(
-                    f"tree {config.tree}: {config.tree.branches} branches over a draft vocabulary "
-                    f"of {draft.config.draft_vocab_size}"
-                )
-        for name in ("max_new_tokens", "batch_size", "prefill_chunk", "steps_per_call"):
-            if getattr(config, name) < 1:
-                raise InputError(f"{name} is {getattr(config, name)}; it starts at 1")
-        if config.context_length < 2:
-            raise InputError(f"context_length is {config.context_length}; it starts at 2")
+        config.check()
+        if config.tree is not None and config.tree.branches > draft.config.draft_vocab_size:
+            raise InputError(
+                f"tree {config.tree}: {config.tree.branches} branches over a draft vocabulary "
+                f"of {draft.config.draft_vocab_size}"
+            )
+        implementations(target, config)  # or what was asked for by name cannot run
         if capture is None and draft is not None:
             capture = target.boundaries(
                 draft.config.boundaries.ids, "target capture, as the draft's claim asks"
@@ -147,12 +192,11 @@ class Generator:
         stop_ids = () if config.ignore_eos else target.config.eos_token_ids
         self.config, self.capture = config, capture
         self.num_traces = {"prefill": 0, "decode": 0}
+        self.slots = config.slots(target.config)
         self._vocab_size = target.config.vocab_size
         self._settings = Settings(config.tree, capture, stop_ids, config.prefill_chunk)
         graph, self._params = nnx.split((target, draft))
-        new_state = functools.partial(
-            empty_state, target, draft, config.batch_size, config.context_length
-        )
+        new_state = functools.partial(empty_state, target, draft, config.batch_size, self.slots)
         started = time.perf_counter()
         state, new = jax.eval_shape(new_state), jax.eval_shape(self._admission)
         self._prefill = self._compile("prefill", prefill, graph, state, new)
@@ -186,10 +230,12 @@ class Generator:
 
         Raises:
           InputError: a request that cannot be served; nothing is generated.
-          FloatingPointError: the target's logits were NaN.
+          FloatingPointError: target or draft computed something that is not finite. Requests
+            that ended before, or in the same call, were handed to `on_finish`.
         """
         for index, request in enumerate(requests):
             self._check(index, request)
+        self._set_idle(np.ones(self.config.batch_size, bool))  # an earlier run may have failed
         waiting = list(enumerate(requests))[::-1]
         places: list[_Place | None] = [None] * self.config.batch_size
         completions: list[Completion | None] = [None] * len(requests)
@@ -221,30 +267,28 @@ class Generator:
         if min(ids) < 0 or max(ids) >= self._vocab_size:
             bad = next(i for i in ids if not 0 <= i < self._vocab_size)
             raise InputError(f"{who}: token id {bad} is not in a vocabulary of {self._vocab_size}")
-        if len(ids) >= self.config.context_length:
+        if len(ids) >= self.slots:
             raise InputError(
                 f"{who}: a prompt of {len(ids)} tokens leaves no room for a new one in a context "
-                f"of {self.config.context_length}; raise context_length (--context-length)"
+                f"of {self.slots}; raise context_length (--context-length)"
             )
-        if not 0 <= request.temperature < float("inf"):
-            raise InputError(f"{who}: temperature is {request.temperature}; it must be 0 or more")
-        if not 0 < request.top_p <= 1:
-            raise InputError(f"{who}: top_p is {request.top_p}; it lies above 0 and up to 1")
-        if request.top_k < 0:
-            raise InputError(f"{who}: top_k is {request.top_k}; 0 is off, else it is positive")
+        try:
+            request.check_sampling()
+        except InputError as error:
+            raise InputError(f"{who}: {error}") from None
         if request.max_new_tokens is not None and request.max_new_tokens < 1:
             raise InputError(f"{who}: max_new_tokens is {request.max_new_tokens}; it starts at 1")
 
     def _limit(self, request: Request) -> int:
         wanted = request.max_new_tokens or self.config.max_new_tokens
-        return min(wanted, self.config.context_length - len(request.prompt_ids))
+        return min(wanted, self.slots - len(request.prompt_ids))
 
     def _admission(
         self, places: Sequence[_Place | None] = (), admitted: Iterable[int] = ()
     ) -> Admission:
         """The programs' input for the requests in the places `admitted`."""
         batch = self.config.batch_size
-        prompt = np.zeros((batch, self.config.context_length), np.int32)
+        prompt = np.zeros((batch, self.slots), np.int32)
         is_admitted, prompt_len = np.zeros(batch, bool), np.ones(batch, np.int32)
         limit, top_k = np.ones(batch, np.int32), np.zeros(batch, np.int32)
         seed, temperature = np.zeros(batch, np.uint32), np.zeros(batch, np.float32)
@@ -272,15 +316,16 @@ class Generator:
         status, tokens, num_tokens, accepted, num_steps = jax.device_get(
             (state.status, state.tokens, state.num_tokens, state.accepted, state.num_steps)
         )
-        stopped = []
+        is_stopped, failures = np.zeros(len(places), bool), []
         for b, place in enumerate(places):
             if place is None:
                 continue
-            if status[b] == Status.NOT_A_NUMBER:
-                raise FloatingPointError(
-                    f"request {place.index}: the target's logits are NaN after "
-                    f"{num_tokens[b]} new tokens; a weight or an activation overflowed"
+            if status[b] in _NOT_FINITE:
+                failures.append(
+                    f"request {place.index}: {_NOT_FINITE[status[b]]} after {num_tokens[b]} new "
+                    "tokens; an activation overflowed, or a weight is no number"
                 )
+                continue
             mine = tokens[b, : num_tokens[b]].tolist()
             is_new = len(mine) > place.num_reported
             keep = should_stop(place.index, mine) if should_stop and is_new else None
@@ -292,7 +337,7 @@ class Generator:
                 continue
             if keep is not None:
                 finish: Finish = "stop"
-                stopped.append(b)
+                is_stopped[b] = True
             elif status[b] == Status.EOS:
                 finish = "eos"
             else:
@@ -304,9 +349,51 @@ class Generator:
             places[b] = None
             if on_finish:
                 on_finish(place.index, completion)
-        if stopped:
-            idle = state.status.at[np.asarray(stopped)].set(Status.IDLE)
-            self._state = dataclasses.replace(state, status=idle)
+        if is_stopped.any():
+            self._set_idle(is_stopped)
+        if failures:
+            raise FloatingPointError("\n".join(failures))
+
+    def _set_idle(self, is_stopped: np.ndarray) -> None:
+        """Ends what runs in these places of the batch."""
+        status = jnp.where(is_stopped, Status.IDLE, self._state.status)
+        self._state = dataclasses.replace(self._state, status=status)
+
+
+def implementations(target: Target, config: GenerateConfig) -> dict[str, str]:
+    """The implementation that each kernel with several takes for the step, here, by kernel.
+
+    Raises:
+      InputError: one was asked for by name, and cannot run here.
+    """
+    c, dtype, batch = target.config, target.numerics.jnp_dtype, config.batch_size
+    gate_up, down = target.experts.stacks()
+
+    def why_not(tokens: int, has_tree: bool) -> dict[str, str | None]:
+        """Why kernels cannot be Mosaic's, in a pass over so many tokens of each sequence."""
+
+        def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(sizes, dtype)
+
+        q_latent = shape(batch, tokens, c.num_attention_heads, c.kv_lora_rank)
+        q_rotary = shape(batch, tokens, c.num_attention_heads, c.qk_rope_head_dim)
+        latent = shape(c.num_hidden_layers, batch, config.slots(c), c.kv_lora_rank)
+        x = shape(batch * tokens, c.hidden_size)
+        return {
+            "mla_attention": mla_attention.why_not_mosaic(q_latent, q_rotary, latent, has_tree),
+            "expert_matmul": expert_matmul.why_not_mosaic(x, gate_up, down),
+        }
+
+    asked_for = target.numerics.implementation
+    of_step = why_not(1 if config.tree is None else config.tree.nodes, has_tree=True)
+    if asked_for == "mosaic":
+        for reasons in (of_step, why_not(config.prefill_chunk, has_tree=False)):
+            for name, reason in reasons.items():
+                if reason is not None:
+                    raise InputError(f"implementation mosaic of {name}: {reason}")
+    if asked_for is not None:
+        return dict.fromkeys(of_step, asked_for)
+    return {name: "xla" if reason else "mosaic" for name, reason in of_step.items()}
 
 
 def _steps_until(accepted: Sequence[int], num_tokens: int) -> tuple[int, ...]:

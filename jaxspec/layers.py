@@ -1,6 +1,8 @@
 """Building blocks that target and draft share: weights, norm, MLP, rotary embedding."""
 
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,26 @@ from jaxtyping import Array, Float, Int
 from jaxspec.config import RotaryConfig
 from jaxspec.dims import typed
 
-__all__ = ["GatedMlp", "RMSNorm", "inverse_frequencies", "rotary_angles", "rotate", "weight"]
+__all__ = [
+    "GatedMlp",
+    "RMSNorm",
+    "full_f32",
+    "inverse_frequencies",
+    "rotary_angles",
+    "rotate",
+    "weight",
+]
+
+
+def full_f32[**P, T](function: Callable[P, T]) -> Callable[P, T]:
+    """`function`, with products of f32 in f32: on a GPU they would be TF32. bf16 is untouched."""
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        with jax.default_matmul_precision("highest"):
+            return function(*args, **kwargs)
+
+    return wrapped
 
 
 def weight(rngs: nnx.Rngs, dtype: jnp.dtype, *shape: int, scale: float = 0.02) -> nnx.Param:

@@ -11,7 +11,7 @@ from jaxspec.config import Numerics, TargetConfig
 from jaxspec.dims import typed
 from jaxspec.kernels.expert_matmul import PackedInt4, expert_matmul
 from jaxspec.kernels.expert_matmul.packing import BLOCK, GROUP, padded
-from jaxspec.layers import weight
+from jaxspec.layers import full_f32, weight
 
 __all__ = ["RoutedExperts", "Router", "Routing"]
 
@@ -41,6 +41,7 @@ class Router(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((config.n_routed_experts,), f32))
         self.config = config
 
+    @full_f32
     @typed
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Routing:
         """The choice for every token: the bias decides who is chosen, never with what weight."""
@@ -105,8 +106,7 @@ class RoutedExperts(nnx.Module):
         tokens = x_BTD.shape[0] * x_BTD.shape[1]
         out_MD = expert_matmul(
             x_BTD.reshape(tokens, -1),
-            self._stack("gate_up", self.config.hidden_size),
-            self._stack("down", self.config.moe_intermediate_size),
+            *self.stacks(),
             layer,
             routing.expert.reshape(tokens, -1),
             routing.weight.reshape(tokens, -1),
@@ -114,6 +114,13 @@ class RoutedExperts(nnx.Module):
             implementation=self.numerics.implementation,
         )
         return out_MD.reshape(x_BTD.shape).astype(x_BTD.dtype)
+
+    def stacks(self) -> tuple[PackedInt4 | jax.Array, PackedInt4 | jax.Array]:
+        """Gate and up of all layers, and down, as `expert_matmul` takes them."""
+        return (
+            self._stack("gate_up", self.config.hidden_size),
+            self._stack("down", self.config.moe_intermediate_size),
+        )
 
     def _stack(self, name: str, in_features: int) -> PackedInt4 | jax.Array:
         if self.config.num_bits is None:

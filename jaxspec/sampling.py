@@ -49,9 +49,9 @@ def gumbel_noise(
     """Standard Gumbel noise for the tokens at absolute positions `pos_BP`, f32."""
 
     def at(seed: jax.Array, pos: jax.Array) -> jax.Array:
-        # The generator is named, so that a user's default does not change the tokens.
+        # Generator and mode are named, so that a user's defaults do not change the tokens.
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), pos)
-        return jax.random.gumbel(key, (vocab_size,), jnp.float32)
+        return jax.random.gumbel(key, (vocab_size,), jnp.float32, mode="low")
 
     return jax.vmap(jax.vmap(at, (None, 0)))(seed_B, pos_BP)
 
@@ -82,7 +82,9 @@ def choose(
 
     def sampled() -> jax.Array:
         temperature_B = jnp.where(is_sampled_B, sampling.temperature, 1.0)
-        score_BJV = logits_BJV / temperature_B[:, None, None]
+        # Below their maximum, so that no temperature makes a second one infinite.
+        below_BJV = logits_BJV - logits_BJV.max(-1, keepdims=True)
+        score_BJV = below_BJV / temperature_B[:, None, None]
         is_cut = is_sampled_B & ((sampling.top_k > 0) | (sampling.top_p < 1))
         score_BJV = lax.cond(
             is_cut.any(),
@@ -116,13 +118,15 @@ def keep_top(
         lambda t_BJ: (order_BJV >= t_BJ[:, :, None]).sum(-1) >= k_B, order_BJV.shape[:2]
     )
     probability = jax.nn.softmax(jnp.where(is_kept, score_BJV, -jnp.inf), axis=-1)
-    is_nucleus = order_BJV >= _largest_threshold(
+    nucleus_BJ1 = _largest_threshold(
         lambda t_BJ: (
             jnp.where(order_BJV >= t_BJ[:, :, None], probability, 0).sum(-1) >= top_p_B[:, None]
         ),
         order_BJV.shape[:2],
     )
-    return is_kept & (is_nucleus | (top_p_B >= 1)[:, None, None])
+    # The best token stays, even where top-p is so small that it is 0 in f32.
+    nucleus_BJ1 = jnp.minimum(nucleus_BJ1, order_BJV.max(-1, keepdims=True))
+    return is_kept & ((order_BJV >= nucleus_BJ1) | (top_p_B >= 1)[:, None, None])
 
 
 def _sortable(x: jax.Array) -> jax.Array:

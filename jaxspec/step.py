@@ -27,7 +27,7 @@ from jaxspec.cache import KeyValues, Latents, commit
 from jaxspec.config import TreeConfig
 from jaxspec.contracts import Boundaries, TargetIds
 from jaxspec.dims import typed
-from jaxspec.draft import Borrowed, Draft
+from jaxspec.draft import Borrowed, Draft, DraftPass
 from jaxspec.mla import Pass
 from jaxspec.propose import DraftSeed, propose, seed_from
 from jaxspec.sampling import Sampling, choose
@@ -41,7 +41,7 @@ __all__ = ["Admission", "Settings", "State", "Status", "decode", "empty_state", 
 class Status:
     """What a place of the batch is doing, or why its sequence ended."""
 
-    IDLE, RUNNING, EOS, LENGTH, NOT_A_NUMBER = range(5)
+    IDLE, RUNNING, EOS, LENGTH, TARGET_NOT_FINITE, DRAFT_NOT_FINITE = range(6)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +197,7 @@ def prefill(
             state,
             target_cache=commit(state.target_cache, seen.rows, rows_BT, first_B, count_B),
             root=root_B,
-            status=jnp.where(is_bad_B, Status.NOT_A_NUMBER, state.status),
+            status=jnp.where(is_bad_B, Status.TARGET_NOT_FINITE, state.status),
         )
         if draft is not None:
             next_BT = lax.dynamic_slice_in_dim(prompt_BS, start + 1, chunk, axis=1)
@@ -205,13 +205,7 @@ def prefill(
                 jnp.where(is_last_BT, root_B[:, None], next_BT), target.config.vocab_size
             )
             drafted = draft.fuse(seen.features, shifted, at, state.draft_cache, borrowed)
-            recurrent_B1D = jnp.take_along_axis(drafted.recurrent, last_row_B, axis=1)
-            seed = seed_from(draft, recurrent_B1D[:, 0], borrowed)
-            state = dataclasses.replace(
-                state,
-                draft_cache=commit(state.draft_cache, drafted.rows, rows_BT, first_B, count_B),
-                seed=_where(has_last_B, seed, state.seed),
-            )
+            state = _with_draft_rows(draft, state, drafted, first_B, count_B, is_last_BT, borrowed)
         return start + chunk, state
 
     longest = jnp.where(new.is_admitted, new.prompt_len, 0).max()
@@ -282,10 +276,12 @@ def step(target: Target, draft: Draft | None, state: State, settings: Settings) 
     with jax.named_scope("accept"):
         chosen_BJ = choose(logits_BJV, tree.depth, state.length, state.sampling, levels=tree.levels)
         accepted = accept(tree, chosen_BJ)
-        # A path through a NaN is no path: the sequence ends before it, and the caller is told.
-        is_bad_B = is_running_B & jnp.isnan(logits_BJV).any((1, 2))
+        # A choice made among NaNs is none: the sequence ends before it, and the caller is told.
+        # Off the path they do not matter: a drafted token may well overflow.
+        is_nan_BJ = jnp.isnan(logits_BJV).any(-1)
+        is_bad_B = is_running_B & jnp.take_along_axis(is_nan_BJ, accepted.path, axis=1).any(1)
         state = dataclasses.replace(
-            state, status=jnp.where(is_bad_B, Status.NOT_A_NUMBER, state.status)
+            state, status=jnp.where(is_bad_B, Status.TARGET_NOT_FINITE, state.status)
         )
         offered_B = jnp.where(is_running_B & ~is_bad_B, accepted.count + 1, 0)
         length_B = state.length
@@ -316,13 +312,34 @@ def step(target: Target, draft: Draft | None, state: State, settings: Settings) 
             state.draft_cache,
             borrowed,
         )
-        recurrent_B1D = jnp.take_along_axis(drafted.recurrent, bonus_B1[:, :, None], axis=1)
-        rows_BP = jnp.broadcast_to(path, accepted.path.shape)
-        return dataclasses.replace(
-            state,
-            draft_cache=commit(state.draft_cache, drafted.rows, rows_BP, length_B, count_B),
-            seed=_where(count_B > 0, seed_from(draft, recurrent_B1D[:, 0], borrowed), state.seed),
-        )
+        is_last_BP = path == count_B[:, None] - 1
+        return _with_draft_rows(draft, state, drafted, length_B, count_B, is_last_BP, borrowed)
+
+
+def _with_draft_rows(
+    draft: Draft,
+    state: State,
+    drafted: DraftPass,
+    start_B: jax.Array,
+    count_B: jax.Array,
+    is_last_BP: jax.Array,
+    borrowed: Borrowed,
+) -> State:
+    """The state with the draft's rows committed, and the next tree's seed from the last ones.
+
+    A draft that is not finite would be lossless all the same, and never accepted: its sequence
+    ends here, and the caller is told.
+    """
+    rows_BP = jnp.broadcast_to(jnp.arange(is_last_BP.shape[1]), is_last_BP.shape)
+    has_last_B, last_B11 = is_last_BP.any(1), jnp.argmax(is_last_BP, axis=1)[:, None, None]
+    recurrent_BD = jnp.take_along_axis(drafted.recurrent, last_B11, axis=1)[:, 0]
+    is_bad_B = has_last_B & ~jnp.isfinite(recurrent_BD).all(1) & (state.status == Status.RUNNING)
+    return dataclasses.replace(
+        state,
+        draft_cache=commit(state.draft_cache, drafted.rows, rows_BP, start_B, count_B),
+        seed=_where(has_last_B, seed_from(draft, recurrent_BD, borrowed), state.seed),
+        status=jnp.where(is_bad_B, Status.DRAFT_NOT_FINITE, state.status),
+    )
 
 
 @typed

@@ -12,7 +12,7 @@ from jaxspec.cache import Latents
 from jaxspec.config import Numerics, TargetConfig
 from jaxspec.contracts import Boundaries, ContractError, Features, TargetIds
 from jaxspec.dims import typed
-from jaxspec.layers import GatedMlp, RMSNorm, rotary_angles, weight
+from jaxspec.layers import GatedMlp, RMSNorm, full_f32, rotary_angles, weight
 from jaxspec.mla import LatentAttention, Pass
 from jaxspec.moe import RoutedExperts, Router, Routing
 
@@ -102,6 +102,7 @@ class Target(nnx.Module):
             jnp.zeros((*rows, c.kv_lora_rank), dtype), jnp.zeros((*rows, c.qk_rope_head_dim), dtype)
         )
 
+    @full_f32
     def __call__(
         self, tokens: TargetIds, at: Pass, cache: Latents, capture: Boundaries | None
     ) -> TargetPass:
@@ -172,6 +173,7 @@ class Target(nnx.Module):
             features = Features(data_BTG, capture)
         return TargetPass(x_BTD, features, rows, expert_LBTX, margin_LBT)
 
+    @full_f32
     @typed
     def logits(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits of the next token, f32, from the last boundary."""

@@ -49,10 +49,13 @@ def gqa_attention(
         )
 
         def weigh(weights_NBTGS: jax.Array) -> jax.Array:
+            # A row that some query does not see may be NaN (an unfilled slot, a drafted token that
+            # overflowed), and 0 * NaN is NaN. Who does see it gets the NaN from the scores.
+            finite_NBSH = jnp.where(jnp.isfinite(value_NBSH), value_NBSH, 0)
             return jnp.einsum(
                 "nbtgs,nbsh->nbtgh",
                 weights_NBTGS.astype(dtype),
-                value_NBSH,
+                finite_NBSH,
                 preferred_element_type=jnp.float32,
             )
 
@@ -64,9 +67,7 @@ def gqa_attention(
         def read(cache: jax.Array) -> jax.Array:
             return lax.dynamic_slice(cache, (layer, 0, 0, first, 0), block)[0]
 
-        # An unfilled slot may hold NaN, and 0 * NaN is NaN: the values are masked as well.
-        value_NBSH = jnp.where(is_seen_BS[None, :, :, None], read(value_LNBSH), 0)
-        return part(read(key_LNBSH), value_NBSH, is_seen_BS[:, None])
+        return part(read(key_LNBSH), read(value_LNBSH), is_seen_BS[:, None])
 
     rows = (kv_heads, batch, tokens, group)
     empty = Part(jnp.zeros((*rows, width), jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32))

@@ -36,10 +36,13 @@ def mla_attention_xla(
         )
 
         def weigh(weights_BTNS: jax.Array) -> jax.Array:
+            # A row that some query does not see may be NaN (an unfilled slot, a drafted token that
+            # overflowed), and 0 * NaN is NaN. Who does see it gets the NaN from the scores.
+            value_BSC = jnp.where(jnp.isfinite(latent_BSC), latent_BSC, 0)
             return jnp.einsum(
                 "btns,bsc->btnc",
                 weights_BTNS.astype(dtype),
-                latent_BSC,
+                value_BSC,
                 preferred_element_type=jnp.float32,
             )
 
@@ -51,9 +54,8 @@ def mla_attention_xla(
         def read(cache: jax.Array, width: int) -> jax.Array:
             return lax.dynamic_slice(cache, (layer, 0, first, 0), (1, batch, rows, width))[0]
 
-        # An unfilled slot may hold NaN, and 0 * NaN is NaN: the values are masked as well.
-        latent_BSC = jnp.where(is_seen_BS[:, :, None], read(latent_LBSC, latent_width), 0)
-        return part(latent_BSC, read(rotary_LBSR, rotary_width), is_seen_BS[:, None, None])
+        latent_BSC, rotary_BSR = read(latent_LBSC, latent_width), read(rotary_LBSR, rotary_width)
+        return part(latent_BSC, rotary_BSR, is_seen_BS[:, None, None])
 
     empty = Part(
         jnp.zeros((batch, tokens, heads, latent_width), jnp.float32),
