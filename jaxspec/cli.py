@@ -103,7 +103,7 @@ def generate(
     prompt_file: PromptFileFlag = None,
     tokens: TokensFlag = None,
     chat: ChatFlag = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Per prompt.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(help="Per prompt.")] = 128,
     context_length: Annotated[
         int | None,
         typer.Option(
@@ -112,10 +112,10 @@ def generate(
             "was made for if that is less.",
         ),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts at a time.")] = 1,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="0 is off.")] = 0,
-    top_p: Annotated[float, typer.Option(max=1.0, help="Above 0; 1 is off.")] = 1.0,
+    batch_size: Annotated[int, typer.Option(help="Prompts at a time.")] = 1,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Above 0; 1 is off.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the first prompt; the next ones count up.")] = 0,
     stop: Annotated[
         list[str] | None,
@@ -127,7 +127,7 @@ def generate(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Of the kernels, as in xla. Default: the best that can run.",
+            help="Of the kernels: mosaic or xla. Default: each takes mosaic where that can run.",
         ),
     ] = None,
     ceiling: Annotated[
@@ -389,7 +389,7 @@ def _models(
         raise InputError("--capture-convention says how a draft's ids are read: there is no draft")
     known = get_args(get_args(get_type_hints(Numerics)["implementation"])[0])
     if implementation not in (None, *known):
-        raise InputError(f"--implementation is {implementation!r}; there is {' and '.join(known)}")
+        raise InputError(f"--implementation is {implementation!r}; there are {' and '.join(known)}")
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     numerics = Numerics(dtype=dtype, implementation=cast("Any", implementation))
     return ModelFlags(target, draft, _ids("--capture", capture), convention, numerics)

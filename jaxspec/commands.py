@@ -17,7 +17,7 @@ from jaxspec.contracts import Boundaries
 from jaxspec.draft import Draft
 from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_TARGET, hub_cache
 from jaxspec.errors import InputError
-from jaxspec.generator import Completion, GenerateConfig, Generator
+from jaxspec.generator import Completion, GenerateConfig, Generator, implementations
 from jaxspec.identify import FeaturesReport, identify
 from jaxspec.prompts import (
     EncodedPrompt,
@@ -164,6 +164,7 @@ def run_generate(flags: GenerateFlags, display: Display) -> GenerateReport:
     models = flags.models
     tokenizer = _tokenizer(models, flags.prompts)
     prompts = flags.prompts.read(tokenizer)
+    flags.config.check()
     flags.sampling.check(has_text=tokenizer is not None)
     target, draft = load(models, display)
     check_prompts(prompts, target.config.vocab_size, flags.config.slots(target.config))
@@ -332,7 +333,7 @@ def _header(flags: GenerateFlags, target: Target, draft: Draft | None) -> dict[s
             "stop": list(sampling.stop),
             "chat": flags.prompts.use_chat,
             "dtype": models.numerics.dtype,
-            "implementation": models.numerics.implementation,
+            "implementation": implementations(target, config),
         },
         "target_hash": target.identity,
         "draft_hash": None if draft is None else draft.identity,

@@ -137,12 +137,12 @@ class Numerics:
       expert_product: an int4 expert's weight is q x scale. "exact" keeps that product in
         `dtype`; "bfloat16" first rounds it to bf16, as compressed-tensors and transformers do
         even when asked for f32.
-      implementation: of the kernels; None takes the best that can run here.
+      implementation: of the kernels that have several; None takes the best that can run here.
     """
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     expert_product: Literal["exact", "bfloat16"] = "exact"
-    implementation: Literal["xla"] | None = None
+    implementation: Literal["mosaic", "xla"] | None = None
 
     @property
     def jnp_dtype(self) -> jnp.dtype:

@@ -13,7 +13,7 @@ import jax
 
 from jaxspec.config import TreeConfig
 from jaxspec.draft import Draft
-from jaxspec.generator import Completion, Generator, Run
+from jaxspec.generator import Completion, Generator, Run, implementations
 from jaxspec.target import Target
 
 __all__ = [
@@ -72,7 +72,8 @@ class GenerateReport:
       capture: the boundaries that the target captured, and who asked for them; `draft_claim`,
         what the draft states that it was trained on, and where that was read. None without a
         draft.
-      device, dtype, implementation: what ran it; of the kernels, which.
+      device, dtype: what ran it, and in what.
+      implementations: of the kernels that have several, by the kernel's name.
       prefill_ms, decode_ms: wall time of the run's two phases, all prompts together, compilation
         not included.
       compile_s: tracing and compiling, or fetching what was compiled before.
@@ -91,7 +92,7 @@ class GenerateReport:
     draft_claim: str | None
     device: str
     dtype: str
-    implementation: str
+    implementations: dict[str, str]
     jax_version: str
     prefill_ms: float
     decode_ms: float
@@ -129,7 +130,7 @@ class GenerateReport:
             "draft_claim": self.draft_claim,
             "device": self.device,
             "dtype": self.dtype,
-            "implementation": self.implementation,
+            "implementation": self.implementations,
             "jax_version": self.jax_version,
             "kind": "measured",
             "machine": self.machine,
@@ -185,7 +186,7 @@ def report_of(
         draft_claim=None if draft is None else str(draft.config.boundaries),
         device=jax.devices()[0].device_kind,
         dtype=target.numerics.dtype,
-        implementation=target.numerics.implementation or "xla",
+        implementations=implementations(target, generator.config),
         jax_version=jax.__version__,
         prefill_ms=run.prefill_ms,
         decode_ms=run.decode_ms,

@@ -1,7 +1,6 @@
 """Text in, text out: what stands between prompts and a `Generator`, which knows only ids."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -36,12 +35,7 @@ class SamplingConfig:
 
     def check(self, has_text: bool) -> None:
         """Raises InputError for what cannot be; stop strings are looked for in text only."""
-        if not 0 <= self.temperature < math.inf:
-            raise InputError(f"temperature is {self.temperature}; it is 0 (greedy) or more")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p is {self.top_p}; it lies above 0, and 1 is off")
-        if self.top_k < 0:
-            raise InputError(f"top_k is {self.top_k}; 0 is off, else it is positive")
+        Request((), self.temperature, self.top_k, self.top_p).check_sampling()
         if "" in self.stop:
             raise InputError("a stop string is empty, which every text holds")
         if self.stop and not has_text:
