@@ -6,7 +6,6 @@ import pytest
 from jaxspec.sampling import Sampling, choose, gumbel_noise, keep_top
 from tests.reference import formulas
 
-
 jitted_choose = jax.jit(choose, static_argnames="levels")
 jitted_keep_top = jax.jit(keep_top)
 
