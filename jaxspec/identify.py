@@ -15,7 +15,9 @@ from jaxspec.target import Target
 __all__ = ["Chunk", "FeaturesReport", "identify"]
 
 NEAR = 0.1
-"""Relative distance below which a chunk is that boundary; neighbours are further apart."""
+"""Relative distance below which a chunk may be that boundary."""
+CLEARLY = 0.5
+"""It is, if no other boundary comes nearer than the distance divided by this."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +25,9 @@ class Chunk:
     """One chunk of the features, as wide as the target.
 
     Attributes:
-      nearest, distance: the boundary it is closest to, and |chunk - boundary| / |boundary|.
+      nearest, distance: the boundary it is closest to, and the median over positions of
+        |chunk - boundary| / |boundary|. A norm over all positions would be that of the few whose
+        activations are massive, in which all boundaries are alike.
       next_nearest, next_distance: the runner-up.
     """
 
@@ -33,9 +37,14 @@ class Chunk:
     next_distance: float
 
     @property
+    def is_ambiguous(self) -> bool:
+        """Whether it is near a boundary, and another one is about as near."""
+        return self.distance < NEAR and self.distance > CLEARLY * self.next_distance
+
+    @property
     def boundary(self) -> int | None:
-        """The boundary it is; None where it is none of this target's."""
-        return self.nearest if self.distance < NEAR else None
+        """The boundary it is; None where it is none of this target's, or could be two."""
+        return self.nearest if self.distance < NEAR and not self.is_ambiguous else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +78,12 @@ class FeaturesReport:
             "found": list(self.found),
             "holds": self.holds,
             "chunks": [
-                {"boundary": chunk.boundary, **dataclasses.asdict(chunk)} for chunk in self.chunks
+                {
+                    "boundary": chunk.boundary,
+                    "ambiguous": chunk.is_ambiguous,
+                    **dataclasses.asdict(chunk),
+                }
+                for chunk in self.chunks
             ],
         }
 
@@ -78,6 +92,8 @@ class FeaturesReport:
         lines = [f"{self.path}: features against {self.target}"]
         for index, chunk in enumerate(self.chunks):
             is_it = f"is boundary {chunk.nearest}" if chunk.boundary is not None else "is none"
+            if chunk.is_ambiguous:
+                is_it = "is ambiguous"
             lines.append(
                 f"  chunk {index} {is_it}: {chunk.distance:.2g} from boundary {chunk.nearest}, "
                 f"{chunk.next_distance:.2g} from {chunk.next_nearest}"
@@ -95,7 +111,7 @@ def identify(
     """The report of a safetensors file with `tokens` and `features`, and maybe `lengths`.
 
     The tokens go through the target, and each chunk of the features is compared with every
-    boundary, over all positions together.
+    boundary, position by position.
 
     Raises:
       InputError: the file has no such arrays, or they are not of this target.
@@ -119,10 +135,16 @@ def identify(
     ]
     chunks = []
     for chunk in np.split(features[is_real].astype(np.float32), features.shape[2] // width, axis=1):
-        distances = [np.linalg.norm(chunk - b) / np.linalg.norm(b) for b in boundaries]
+        distances = [_distance(chunk, boundary) for boundary in boundaries]
         first, second = np.argsort(distances)[:2].tolist()
-        chunks.append(Chunk(first, float(distances[first]), second, float(distances[second])))
+        chunks.append(Chunk(first, distances[first], second, distances[second]))
     return FeaturesReport(path, target.identity, tuple(chunks), claimed)
+
+
+def _distance(chunk: np.ndarray, boundary: np.ndarray) -> float:
+    """The median over positions of how far the one is from the other, relative to the other."""
+    away, size = (np.linalg.norm(rows, axis=1) for rows in (chunk - boundary, boundary))
+    return float(np.median(away / np.maximum(size, np.finfo(np.float32).tiny)))
 
 
 def _read(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ...] | None]:

@@ -4,6 +4,7 @@ import pytest
 from flax import nnx
 from safetensors import safe_open
 
+from jaxspec import identify as identifying
 from jaxspec import recording
 from jaxspec.contracts import ContractError, Features
 from jaxspec.draft import Draft
@@ -172,6 +173,25 @@ def test_features_of_no_boundary(pair, done, tmp_path):
     report = identify(save(tmp_path / "r.safetensors", done, features=noise), pair[0])
     assert (report.found, report.holds) == ((None, None, None), False)
     assert "chunk 0 is none" in report.summary()
+
+
+def test_massive_activations_hide_nothing(pair, tmp_path, monkeypatch):
+    """One position dwarfs all others, nearly the same at every boundary, as in real models."""
+    rng = np.random.default_rng(0)
+    states = rng.standard_normal((NUM_LAYERS + 1, 1, 9, 64)).astype(np.float32)
+    states[3] = states[2] + 0.03 * rng.standard_normal((1, 9, 64))  # a layer that does nothing
+    states[:, 0, 0, 5] += 1e4
+    own = {f"boundary.{b:03d}": state for b, state in enumerate(states)}
+    own["tokens"] = np.asarray([SEQUENCES[0]], np.int32)
+    monkeypatch.setattr(identifying, "record", lambda *_: Record(own, {}))
+    noise = 0.02 * rng.standard_normal((3, 1, 9, 64)).astype(np.float32)
+    features = np.concatenate(list(states[[1, 4, 2]] + noise), axis=-1)
+    path = tmp_path / "f.safetensors"
+    Record({"tokens": own["tokens"], "features": features}, {}).save(path)
+    report = identify(path, pair[0])
+    assert report.found == (1, 4, None)
+    assert [chunk.is_ambiguous for chunk in report.chunks] == [False, False, True]
+    assert "chunk 2 is ambiguous" in report.summary()
 
 
 def test_features_that_cannot_be_compared(pair, done, tmp_path):
