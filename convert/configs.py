@@ -14,10 +14,18 @@ from jaxspec.convert.problems import Problems
 from jaxspec.convert.source import Source
 from jaxspec.kernels.expert_matmul.packing import GROUP
 
-__all__ = ["LatentNormEps", "Quantization", "TargetFacts", "read_rotary", "read_target_config"]
+__all__ = [
+    "TRANSFORMERS_EPS",
+    "LatentNormEps",
+    "Quantization",
+    "TargetFacts",
+    "read_rotary",
+    "read_target_config",
+]
 
 LatentNormEps = Literal["rms_norm_eps", "transformers"]
-"""The epsilon of the two latent norms: the config's own (vLLM, SGLang) or 1e-6 (transformers)."""
+"""The epsilon of the two latent norms: the config's own (vLLM, SGLang) or transformers' default."""
+TRANSFORMERS_EPS = 1e-6
 
 ARCHITECTURES = (
     "KimiK25ForConditionalGeneration",
@@ -108,7 +116,7 @@ def read_target_config(
     eps = sizes["rms_norm_eps"]
     claims["latent_norm_eps"] = Claim(eps, "rms_norm_eps, as in vLLM and SGLang")
     if latent_norm_eps == "transformers":
-        claims["latent_norm_eps"] = Claim(1e-6, "transformers' default, as asked for")
+        claims["latent_norm_eps"] = Claim(TRANSFORMERS_EPS, "transformers' default, as asked for")
     claims["rotary_kind"] = Claim(rotary.kind, f"model_type {model_type!r}")
     claims["quantization"] = Claim(
         dataclasses.asdict(quantization), top.place("quantization_config")

@@ -7,10 +7,11 @@ configs are told apart separately, since releases mix them.
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from jaxspec.aliases import Convention
 from jaxspec.config import DraftConfig
 from jaxspec.contracts import Boundaries
 from jaxspec.convert import known_keys, transforms
@@ -20,10 +21,14 @@ from jaxspec.convert.plan import Reader, Rule, UnusedRule, Want, simple_rule
 from jaxspec.convert.problems import Problems
 from jaxspec.convert.source import Source
 
-__all__ = ["UNTIED", "Convention", "draft_rules", "is_draft", "read_draft", "unused_draft_tensors"]
-
-Convention = Literal["before", "after"]
-"""Whether an id k means the state before layer k (EAGLE, vLLM) or after it (SpecForge)."""
+__all__ = [
+    "NUM_DEFAULT_BOUNDARIES",
+    "UNTIED",
+    "draft_rules",
+    "is_draft",
+    "read_draft",
+    "unused_draft_tensors",
+]
 
 UNTIED = ""
 """The target in the boundaries of a draft that names none. Its ids may be (): the default, which

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from flax import nnx
 
+from jaxspec.aliases import Convention
 from jaxspec.config import DraftConfig, Numerics, TargetConfig
 from jaxspec.contracts import Boundaries
 from jaxspec.convert import drafts, names
@@ -133,7 +134,7 @@ def prepare_target(
 
 def prepare_draft(
     source: Source,
-    convention: drafts.Convention | None = None,
+    convention: Convention | None = None,
     target: TargetCard | None = None,
 ) -> Prepared:
     """The draft in a Hugging Face directory, tied to `target` if one is given.

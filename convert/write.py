@@ -9,17 +9,16 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from jaxspec.aliases import Convention, PathLike, Progress
 from jaxspec.config import Numerics, TargetConfig
 from jaxspec.convert.configs import LatentNormEps
-from jaxspec.convert.drafts import Convention, is_draft
+from jaxspec.convert.drafts import is_draft
 from jaxspec.convert.manifest import MANIFEST, PARTIAL, Manifest, is_converted, read_manifest
 from jaxspec.convert.plan import leaf_dtypes
 from jaxspec.convert.prepare import (
@@ -38,9 +37,6 @@ from jaxspec.convert.store import is_written, remove_unfinished, writing_to
 from jaxspec.version import version
 
 __all__ = ["ConversionReport", "ConvertConfig", "convert", "manifest_of", "prepare", "read_card"]
-
-Progress = Callable[[str, int, int], None]
-PathLike = str | os.PathLike[str]
 
 COPIED = (
     "chat_template.jinja",

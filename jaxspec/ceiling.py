@@ -12,7 +12,7 @@ then reads the first r + 1 of them, and only the tree's own rows are new.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.aliases import Progress
 from jaxspec.cache import Latents, commit
 from jaxspec.config import TreeConfig
 from jaxspec.contracts import DraftIds, TargetIds
@@ -32,7 +33,7 @@ from jaxspec.generator import Request
 from jaxspec.mla import Pass
 from jaxspec.sampling import Sampling, keep_top
 from jaxspec.target import Target
-from jaxspec.tree import Tree, build
+from jaxspec.tree import Tree, build_from_levels
 from jaxspec.verify import accept
 
 __all__ = ["Ceiling", "TextCeiling", "accept_ceiling"]
@@ -116,7 +117,7 @@ def accept_ceiling(
     draft: Draft | None = None,
     *,
     batch_size: int = 8,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Ceiling:
     """The ceiling of `tree` on texts that were emitted, or on any other text.
 
@@ -138,9 +139,7 @@ def accept_ceiling(
         raise InputError("a text without a prompt: nothing stands before its first token")
     capture = None
     if draft is not None:
-        capture = target.boundaries(
-            draft.config.boundaries.ids, "target capture, as the draft's claim asks"
-        )
+        capture = target.asked_for(draft.config.boundaries)
     pairs = list(zip(requests, emitted, strict=True))
     longest = max((len(r.prompt_ids) + len(tokens) for r, tokens in pairs), default=0)
     slots = -(-longest // CHUNK) * CHUNK
@@ -234,7 +233,7 @@ def _read(
     """The cache of the whole texts, and what may follow each of their positions."""
     batch, slots = texts.tokens.shape
     vocab_size = target.config.vocab_size
-    borrowed = Borrowed(target.embed[...], target.head[...])
+    borrowed = Borrowed.of(target)
     # The draft reads one token further; past a text's end its guesses are about nothing.
     tokens_BS = jnp.pad(texts.tokens, ((0, 0), (0, 1)))
     row_BT = jnp.broadcast_to(jnp.arange(CHUNK, dtype=jnp.int32), (batch, CHUNK))
@@ -368,16 +367,10 @@ def _grow(
         )
         return ((token_BT, sees_BTT), beams), (candidate_BI, token_BI, parent_BI)
 
-    pool = [(*first, jnp.full((batch, k), -1, jnp.int32))]
+    deeper = None
     if levels > 1:
         _, deeper = lax.scan(level, (rows, beams), jnp.arange(1, levels, dtype=jnp.int32))
-        pool.append(tuple(jnp.moveaxis(x, 0, 1).reshape(batch, -1) for x in deeper))
-    score_BI, token_BI, parent_BI = (
-        jnp.concatenate(parts, axis=1) for parts in zip(*pool, strict=True)
-    )
-    level_I = jnp.asarray(np.repeat(np.arange(levels), [k] + [k * k] * (levels - 1)))
-    root_B = at_root(texts.tokens)
-    return build(root_B, score_BI, token_BI, parent_BI, level_I, nodes=shape.nodes, levels=levels)
+    return build_from_levels(at_root(texts.tokens), first, deeper, nodes=shape.nodes)
 
 
 @typed

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxspec.aliases import Convention, PathLike, Progress
 from jaxspec.config import DraftConfig, Numerics, TargetConfig
-from jaxspec.convert.configs import LatentNormEps
-from jaxspec.convert.drafts import NUM_DEFAULT_BOUNDARIES, UNTIED, Convention, is_draft
+from jaxspec.convert.configs import TRANSFORMERS_EPS, LatentNormEps
+from jaxspec.convert.drafts import NUM_DEFAULT_BOUNDARIES, UNTIED, is_draft
 from jaxspec.convert.manifest import Manifest, is_converted, read_manifest
 from jaxspec.convert.plan import Piece
 from jaxspec.convert.prepare import (
@@ -34,10 +34,6 @@ from jaxspec.draft import Draft
 from jaxspec.target import Target
 
 __all__ = ["CheckpointError", "load_draft", "load_target", "locate"]
-
-Progress = Callable[[str, int, int], None]
-"""Called as progress(what, done, total) after each piece."""
-PathLike = str | os.PathLike[str]
 
 DEFAULT_NUMERICS = Numerics()
 HUB_CACHE = Path.home() / ".cache" / "huggingface" / "hub"
@@ -87,7 +83,11 @@ def load_target(
         raise CheckpointError(
             str(directory), ["converted with plain experts; convert it again with --experts int4"]
         )
-    eps = {None: config.latent_norm_eps, "transformers": 1e-6, "rms_norm_eps": config.rms_norm_eps}
+    eps = {
+        None: config.latent_norm_eps,
+        "transformers": TRANSFORMERS_EPS,
+        "rms_norm_eps": config.rms_norm_eps,
+    }
     config = dataclasses.replace(config, latent_norm_eps=eps[latent_norm_eps])
     model = abstract_target(config, numerics, found.identity)
     return _fill(model, directory, found, progress)

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_t
 
 import typer
 
+from jaxspec.aliases import Convention, Dtype
 from jaxspec.errors import InputError
 from jaxspec.flags import (
     CaptureFlag,
     ChatFlag,
     CompileCacheFlag,
-    Convention,
     ConventionFlag,
     DraftFlag,
-    Dtype,
     DtypeFlag,
     JsonFlag,
     PromptArgument,

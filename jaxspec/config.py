@@ -10,6 +10,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
+from jaxspec.aliases import Dtype
 from jaxspec.contracts import Boundaries
 from jaxspec.errors import InputError
 
@@ -140,7 +141,7 @@ class Numerics:
       implementation: of the kernels that have several; None takes the best that can run here.
     """
 
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Dtype = "bfloat16"
     expert_product: Literal["exact", "bfloat16"] = "exact"
     implementation: Literal["mosaic", "xla"] | None = None
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxspec.errors import InputError
@@ -182,8 +181,3 @@ class VocabMap:
         """The target ids that `ids` stand for."""
         index = DraftIds.require(ids, self.draft_vocab_size, "VocabMap.to_target")
         return TargetIds(self.targets[index], self.target_vocab_size)
-
-    @classmethod
-    def identity(cls, vocab_size: int) -> "VocabMap":
-        """The map of a draft that shares the target's whole vocabulary."""
-        return cls(np.arange(vocab_size, dtype=np.int32), vocab_size)

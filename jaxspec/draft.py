@@ -6,6 +6,7 @@ by the type of what is passed; no code looks at a width to decide (arXiv:2503.01
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,11 @@ class Borrowed:
 
     embed: Float[Array, "V D"]
     head: Float[Array, "D V"]
+
+    @classmethod
+    def of(cls, target: Any) -> "Borrowed":
+        """What a target lends: of any module with an `embed` and a `head`."""
+        return cls(target.embed[...], target.head[...])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,18 +1,18 @@
 """Flags that several commands share. A default that no signature can state is in the help."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
+
+from jaxspec.aliases import Convention, Dtype
 
 __all__ = [
     "CaptureFlag",
     "ChatFlag",
     "CompileCacheFlag",
-    "Convention",
     "ConventionFlag",
     "DraftFlag",
-    "Dtype",
     "DtypeFlag",
     "JsonFlag",
     "PromptArgument",
@@ -20,9 +20,6 @@ __all__ = [
     "TargetFlag",
     "TokensFlag",
 ]
-
-Dtype = Literal["bfloat16", "float32"]
-Convention = Literal["before", "after"]
 
 TargetFlag = Annotated[
     str | None,

@@ -186,9 +186,7 @@ class Generator:
             )
         implementations(target, config)  # or what was asked for by name cannot run
         if capture is None and draft is not None:
-            capture = target.boundaries(
-                draft.config.boundaries.ids, "target capture, as the draft's claim asks"
-            )
+            capture = target.asked_for(draft.config.boundaries)
         stop_ids = () if config.ignore_eos else target.config.eos_token_ids
         self.config, self.capture = config, capture
         self.num_traces = {"prefill": 0, "decode": 0}
@@ -216,16 +214,13 @@ class Generator:
         self,
         requests: Sequence[Request],
         should_stop: Callable[[int, Sequence[int]], int | None] | None = None,
-        on_tokens: Callable[[int, Sequence[int]], None] | None = None,
         on_finish: Callable[[int, Completion], None] | None = None,
     ) -> Run:
         """The completions of the requests, as many at a time as there are places.
 
         Args:
-          should_stop: called with a request's index and its tokens so far; a number of tokens
-            to keep ends the request there, with finish "stop".
-          on_tokens: called with a request's index and all its tokens so far, whenever there are
-            more; tokens that `should_stop` cuts off are never shown.
+          should_stop: called with a request's index and its tokens so far, whenever there are
+            more; a number of tokens to keep ends the request there, with finish "stop".
           on_finish: called with a request's index and its completion, as soon as it is there.
 
         Raises:
@@ -250,14 +245,14 @@ class Generator:
                 prefill_ms += took_ms
                 for b in admitted:
                     places[b].prefill_ms = took_ms
-                self._collect(places, completions, should_stop, on_tokens, on_finish)
+                self._collect(places, completions, should_stop, on_finish)
                 if not any(places):
                     continue
             took_ms = self._timed(self._decode, np.int32(self.config.steps_per_call))
             decode_ms += took_ms
             for place in filter(None, places):
                 place.decode_ms += took_ms
-            self._collect(places, completions, should_stop, on_tokens, on_finish)
+            self._collect(places, completions, should_stop, on_finish)
         return Run(tuple(completions), prefill_ms, decode_ms)
 
     def _check(self, index: int, request: Request) -> None:
@@ -310,8 +305,8 @@ class Generator:
         self._state = jax.block_until_ready(program(self._params, self._state, argument))
         return 1e3 * (time.perf_counter() - started)
 
-    def _collect(self, places, completions, should_stop, on_tokens, on_finish) -> None:
-        """Reports new tokens, and turns places that ended into completions."""
+    def _collect(self, places, completions, should_stop, on_finish) -> None:
+        """Shows new tokens to `should_stop`, and turns places that ended into completions."""
         state = self._state
         status, tokens, num_tokens, accepted, num_steps = jax.device_get(
             (state.status, state.tokens, state.num_tokens, state.accepted, state.num_steps)
@@ -330,8 +325,6 @@ class Generator:
             is_new = len(mine) > place.num_reported
             keep = should_stop(place.index, mine) if should_stop and is_new else None
             shown = mine if keep is None else mine[:keep]
-            if on_tokens and len(shown) > place.num_reported:
-                on_tokens(place.index, shown)
             place.num_reported = len(shown)
             if keep is None and status[b] == Status.RUNNING:
                 continue

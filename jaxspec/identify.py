@@ -1,13 +1,13 @@
 """Which boundaries a file of features really holds: by comparison with the target's own."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import safetensors
 
+from jaxspec.aliases import Progress
 from jaxspec.errors import InputError
 from jaxspec.recording import RecordConfig, record
 from jaxspec.target import Target
@@ -105,9 +105,7 @@ class FeaturesReport:
         return "\n".join(lines)
 
 
-def identify(
-    path: Path, target: Target, progress: Callable[[str, int, int], None] | None = None
-) -> FeaturesReport:
+def identify(path: Path, target: Target, progress: Progress | None = None) -> FeaturesReport:
     """The report of a safetensors file with `tokens` and `features`, and maybe `lengths`.
 
     The tokens go through the target, and each chunk of the features is compared with every

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -16,7 +15,7 @@ from jaxspec.contracts import DraftIds, TargetIds
 from jaxspec.dims import typed
 from jaxspec.draft import Borrowed, Draft
 from jaxspec.mla import Pass
-from jaxspec.tree import Tree, build
+from jaxspec.tree import Tree, build_from_levels
 
 __all__ = ["DraftSeed", "propose", "seed_from"]
 
@@ -85,7 +84,6 @@ def propose(
     batch = root_B.shape[0]
     num_scratch = (levels - 1) * k
     first = seed.log_probs[:, :k], seed.tokens[:, :k]
-    root_parent_BW = jnp.full((batch, k), -1, jnp.int32)
     scratch = jax.tree.map(
         lambda slots: jnp.zeros((*slots.shape[:-2], num_scratch, slots.shape[-1]), slots.dtype),
         cache,
@@ -139,12 +137,7 @@ def propose(
         )
         return (scratch, beams), (candidate_BI, token_BI, parent_BI)
 
-    pool = [(*first, root_parent_BW)]
+    deeper = None
     if levels > 1:
         _, deeper = lax.scan(level, (scratch, beams), jnp.arange(1, levels, dtype=jnp.int32))
-        pool.append(tuple(jnp.moveaxis(x, 0, 1).reshape(batch, -1) for x in deeper))
-    score_BI, token_BI, parent_BI = (
-        jnp.concatenate(parts, axis=1) for parts in zip(*pool, strict=True)
-    )
-    level_I = jnp.asarray(np.repeat(np.arange(levels), [k] + [k * k] * (levels - 1)))
-    return build(root_B, score_BI, token_BI, parent_BI, level_I, nodes=shape.nodes, levels=levels)
+    return build_from_levels(root_B, first, deeper, nodes=shape.nodes)

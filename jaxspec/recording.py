@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from flax import nnx
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from jaxspec.aliases import Progress
 from jaxspec.cache import commit
 from jaxspec.contracts import Boundaries, TargetIds
 from jaxspec.draft import Borrowed, Draft
@@ -98,7 +99,7 @@ def record(
     draft: Draft | None,
     sequences: Sequence[Sequence[int]],
     config: RecordConfig = KEEP_ALL,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Record:
     """The record of the sequences through target and draft, in their dtype.
 
@@ -161,9 +162,7 @@ class _Plan:
 def _plan(target: Target, draft: Draft | None, config: RecordConfig) -> _Plan:
     claim = config.capture
     if claim is None and draft is not None:
-        claim = target.boundaries(
-            draft.config.boundaries.ids, "target capture, as the draft's claim asks"
-        )
+        claim = target.asked_for(draft.config.boundaries)
     kept = config.boundaries
     if kept is None:
         kept = tuple(range(target.config.num_hidden_layers + 1))
@@ -217,7 +216,7 @@ def _chunk(graph, params, caches, tokens, lengths_B, start, plan: _Plan):
             is_last_BT = pos_BT == lengths_B[:, None] - 1
             best_BT = jnp.argmax(logits_BTV, axis=-1).astype(jnp.int32)
             shifted = TargetIds(jnp.where(is_last_BT, best_BT, tokens[:, 1:]), c.vocab_size)
-            borrowed = Borrowed(target.embed[...], target.head[...])
+            borrowed = Borrowed.of(target)
             drafted = draft.fuse(captured, shifted, at, draft_cache, borrowed)
             draft_cache = commit(draft_cache, drafted.rows, *place)
             arrays["draft.logits"] = draft.logits(drafted.recurrent, borrowed)

@@ -169,7 +169,7 @@ def prefill(
     # A chunk may reach past the buffer, and the draft reads one token further.
     prompt_BS = jnp.pad(prompt_BS, ((0, 0), (0, chunk + 1)))
     last_B = new.prompt_len - 1
-    borrowed = _borrowed(target)
+    borrowed = Borrowed.of(target)
 
     def body(carry):
         start, state = carry
@@ -249,7 +249,7 @@ def decode(
 
 def step(target: Target, draft: Draft | None, state: State, settings: Settings) -> State:
     """The state after one speculative step of every running sequence."""
-    vocab_size, borrowed = target.config.vocab_size, _borrowed(target)
+    vocab_size, borrowed = target.config.vocab_size, Borrowed.of(target)
     is_running_B = state.status == Status.RUNNING
     with jax.named_scope("propose"):
         if draft is None or settings.tree is None:
@@ -380,10 +380,6 @@ def _count_step(state: State, count_B: jax.Array, accepted_B: jax.Array) -> Stat
         accepted=state.accepted.at[batch, slot_B].set(counted_B, mode="drop"),
         num_steps=state.num_steps + (count_B > 0).astype(jnp.int32),
     )
-
-
-def _borrowed(target: Target) -> Borrowed:
-    return Borrowed(target.embed[...], target.head[...])
 
 
 def _where(is_new_B: Bool[Array, "B"], new: Any, old: Any) -> Any:

@@ -94,6 +94,14 @@ class Target(nnx.Module):
             )
         return Boundaries(self.identity, ids, self.config.hidden_size, origin)
 
+    def asked_for(self, want: Boundaries) -> Boundaries:
+        """This target's own claim of the boundaries that a draft wants.
+
+        Raises:
+          ContractError: there is no such boundary.
+        """
+        return self.boundaries(want.ids, "target capture, as the draft's claim asks")
+
     def empty_cache(self, batch: int, slots: int) -> Latents:
         """A cache with room for `slots` tokens of each sequence; its contents mean nothing yet."""
         c, dtype = self.config, self.numerics.jnp_dtype

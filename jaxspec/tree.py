@@ -15,11 +15,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.dims import typed
 
-__all__ = ["Tree", "build", "only_root"]
+__all__ = ["Tree", "build", "build_from_levels", "only_root"]
 
 
 @functools.partial(
@@ -89,6 +90,33 @@ def build(
         _ancestors(parent_BJ, levels),
         levels,
     )
+
+
+def build_from_levels(
+    root_B: jax.Array,
+    first: tuple[jax.Array, jax.Array],
+    deeper: tuple[jax.Array, jax.Array, jax.Array] | None,
+    *,
+    nodes: int,
+) -> Tree:
+    """The tree of a pool that was grown level by level; see `build`.
+
+    Args:
+      first: scores and tokens of the first level's candidates, [B,k].
+      deeper: scores, tokens and parents of the further levels', as `lax.scan` stacks them,
+        [levels - 1, B, k * k]; None where there is one level.
+    """
+    score, token = first
+    batch, k = score.shape
+    pool, sizes = [(score, token, jnp.full((batch, k), -1, jnp.int32))], [k]
+    if deeper is not None:
+        pool.append(tuple(jnp.moveaxis(x, 0, 1).reshape(batch, -1) for x in deeper))
+        sizes += [k * k] * deeper[0].shape[0]
+    score_BI, token_BI, parent_BI = (
+        jnp.concatenate(parts, axis=1) for parts in zip(*pool, strict=True)
+    )
+    level_I = jnp.asarray(np.repeat(np.arange(len(sizes)), sizes))
+    return build(root_B, score_BI, token_BI, parent_BI, level_I, nodes=nodes, levels=len(sizes))
 
 
 @typed

@@ -86,7 +86,7 @@ class Stepper:
 
         def advance(params, state: State, tree: TreeConfig):
             target, draft = nnx.merge(graph, params)
-            borrowed = Borrowed(target.embed[...], target.head[...])
+            borrowed = Borrowed.of(target)
             drafted = propose(
                 draft, state.seed, state.root, state.length, state.draft_cache, borrowed, tree
             )

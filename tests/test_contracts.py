@@ -42,7 +42,7 @@ def refusal(target, draft, capture: Boundaries, change=lambda features: features
 
     def program():
         features = target(ids, AT, target.empty_cache(1, 4), capture).features
-        borrowed = Borrowed(target.embed[...], target.head[...])
+        borrowed = Borrowed.of(target)
         shifted = ids if tokens is None else tokens
         return draft.fuse(change(features), shifted, AT, draft.empty_cache(1, 4), borrowed)
 
@@ -129,13 +129,13 @@ def test_map_of_another_draft_vocabulary():
     with pytest.raises(
         ContractError, match=r"draft ids of a vocabulary of 24(.|\n)*vocabulary of 20"
     ):
-        VocabMap.identity(VOCAB).to_target(ids)
+        VocabMap(jnp.arange(VOCAB), VOCAB).to_target(ids)
 
 
 def test_target_ids_where_draft_ids_belong():
     ids = TargetIds(jnp.zeros((1, 2), jnp.int32), VOCAB)
     with pytest.raises(ContractError, match=r"wants: draft ids(.|\n)*given: target ids"):
-        VocabMap.identity(VOCAB).to_target(ids)
+        VocabMap(jnp.arange(VOCAB), VOCAB).to_target(ids)
 
 
 def test_right_features_pass(target, draft):
@@ -145,7 +145,7 @@ def test_right_features_pass(target, draft):
     def program():
         claim = capture(target, *tiny.BOUNDARIES)
         features = target(ids, AT, target.empty_cache(1, 4), claim).features
-        borrowed = Borrowed(target.embed[...], target.head[...])
+        borrowed = Borrowed.of(target)
         return draft.fuse(features, ids, AT, draft.empty_cache(1, 4), borrowed).recurrent
 
     assert jax.eval_shape(program).shape == (1, 2, WIDTH)

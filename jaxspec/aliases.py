@@ -1,0 +1,14 @@
+"""Types that several files write. No JAX is needed for them."""
+
+import os
+from collections.abc import Callable
+from typing import Literal
+
+__all__ = ["Convention", "Dtype", "PathLike", "Progress"]
+
+Convention = Literal["before", "after"]
+"""Whether an id k means the state before layer k (EAGLE, vLLM) or after it (SpecForge)."""
+Dtype = Literal["bfloat16", "float32"]
+PathLike = str | os.PathLike[str]
+Progress = Callable[[str, int, int], None]
+"""Called as progress(what, done, total)."""
