@@ -7,8 +7,9 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from jaxspec.aliases import Convention
 from jaxspec.ceiling import accept_ceiling
 from jaxspec.checkpoint import load_draft, load_target, locate
 from jaxspec.config import Numerics
@@ -65,7 +66,7 @@ class ModelFlags:
     target: str | None = None
     draft: str | None = None
     capture: tuple[int, ...] | None = None
-    capture_convention: Literal["before", "after"] | None = None
+    capture_convention: Convention | None = None
     numerics: Numerics = dataclasses.field(default_factory=Numerics)
 
     def claim(self, target: Target) -> Boundaries | None:
@@ -168,6 +169,11 @@ def run_generate(flags: GenerateFlags, display: Display) -> GenerateReport:
     flags.sampling.check(has_text=tokenizer is not None)
     target, draft = load(models, display)
     check_prompts(prompts, target.config.vocab_size, flags.config.slots(target.config))
+    if not (target.config.eos_token_ids or flags.config.ignore_eos):
+        display.say(
+            f"{models.target_directory}: no config names an end-of-sequence id; a text ends with "
+            "--max-new-tokens or --stop"
+        )
     run_file = None if flags.out is None else RunFile(flags.out, _header(flags, target, draft))
     known = {} if run_file is None else _known(run_file, prompts)
     with display.waiting("compiling"):

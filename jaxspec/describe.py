@@ -7,6 +7,8 @@ from jaxspec.convert.inspect import Inspection
 
 __all__ = ["describe"]
 
+NO_END = "nothing: no config names an end-of-sequence id"
+
 
 def describe(inspection: Inspection) -> str:
     """The checkpoint's heads, then every claim with where it was read."""
@@ -15,9 +17,12 @@ def describe(inspection: Inspection) -> str:
     by_dtype = ", ".join(f"{name} {_size(n)}" for name, n in facts["bytes_by_dtype"].items())
     heads = {
         "parameters": f"{facts['parameters']:,} in {_size(facts['bytes'])} ({by_dtype})",
-        "boundaries": f"{_ids(boundaries['ids'])}, {boundaries['width']} wide each",
+        "boundaries": f"{_ids(boundaries['ids']) or 'none stated'}, "
+        f"{boundaries['width']} wide each",
         "vocabulary": ", ".join(f"{size} ({whose})" for whose, size in vocabularies.items()),
     }
+    if facts["kind"] == "target":
+        heads["ends with"] = _ids(facts["config"]["eos_token_ids"]) or NO_END
     lines = [f"{facts['identity']}: a {facts['kind']}, {facts['form']} layout"]
     lines += [f"  {name:<11}{text}" for name, text in heads.items()]
     rows = [(n, json.dumps(c["value"]), c["origin"]) for n, c in facts["claims"].items()]
@@ -33,9 +38,7 @@ def describe(inspection: Inspection) -> str:
 
 
 def _ids(ids: list[int]) -> str:
-    """Ids as they are, or their ends where they are all there are."""
-    if not ids:
-        return "none stated"
+    """Ids as they are, or their ends where they are all there are; none at all is no text."""
     if len(ids) > 3 and list(ids) == list(range(ids[0], ids[-1] + 1)):
         return f"{ids[0]} to {ids[-1]}"
     return ", ".join(map(str, ids))

@@ -234,6 +234,18 @@ def test_convert_and_inspect(run, place):
     assert err == "jaxspec: converted: exists already; a conversion never writes over anything\n"
 
 
+def test_a_target_that_ends_no_text_says_so(run, place):
+    (place / "one.json").write_text("[[1]]")
+    bare = ("--tokens", "one.json", "--target", "bare", "--draft", "none", *SHORT[2:])
+    status, _, err = run("generate", *bare)
+    assert status == 0
+    assert err.startswith("bare: no config names an end-of-sequence id")
+    _, _, err = run("generate", *bare, "--ignore-eos")
+    assert "end-of-sequence" not in err
+    assert "ends with  nothing: no config names" in run("inspect", "bare")[1]
+    assert "ends with  " in run("inspect", "target")[1]
+
+
 TARGET = ("--target", "target", "--draft", "none")
 
 
