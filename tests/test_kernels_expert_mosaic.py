@@ -16,9 +16,10 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.kernels.expert_matmul import expert_matmul, mosaic, why_not_mosaic
-from jaxspec.kernels.expert_matmul.mosaic import Tuning, expert_matmul_mosaic, plan, supported
+from jaxspec.kernels.expert_matmul.mosaic import Tuning, expert_matmul_mosaic, supported
 from jaxspec.kernels.expert_matmul.packing import PackedInt4, pack
 from jaxspec.kernels.expert_matmul.reference import expert_matmul_reference
+from jaxspec.kernels.expert_matmul.slots import assign, most_slots
 
 LAYERS, LAYER, EXPERTS, CHOICES = 2, 1, 4, 2
 NOBODY = EXPERTS
@@ -130,9 +131,9 @@ def test_other_tokens_do_not_change_a_bit():
     np.testing.assert_array_equal(np.asarray(got)[moved], alone[kept])
 
 
-# Several blocks along both widths, and more stages than an item has blocks.
+# Several blocks along both widths, more stages than an item has blocks, blocks cut in parts.
 @pytest.mark.parametrize(
-    "tuning", [Tuning(16, 3, 5, 2), Tuning(32, 2, 1, 4)], ids=["tile-16", "tile-32"]
+    "tuning", [Tuning(16, 3, 5, 2), Tuning(32, 2, 1, 4, parts=4)], ids=["tile-16", "tile-32"]
 )
 def test_several_blocks(tuning):
     gate_up, down = stacks(512, 512)
@@ -153,23 +154,25 @@ def test_full_width():
 
 @pytest.mark.parametrize("tile", [8, 16])
 @pytest.mark.parametrize("tokens", [1, 7, 64])
-def test_plan(tokens, tile):
+def test_slots(tokens, tile):
     """Each choice has a row of its own, in a slot of its expert; slots in use come first."""
     many = 23
+    num_slots = most_slots(tokens * 8, many, tile)
+    num_rows = num_slots * tile
     for seed in range(10):
         rng = np.random.default_rng(seed)
         experts = np.stack([rng.permutation(many + 9)[:8] - 2 for _ in range(tokens)])
         if seed == 0:
             experts = np.tile(np.arange(8), (tokens, 1))
-        got = jax.jit(plan, static_argnums=(2, 3))(experts.astype(np.int32), 3, many, tile)
-        matrix, token, row, (used, _) = jax.tree.map(np.asarray, got)
+        slots = jax.jit(assign, static_argnums=(1, 2))(experts.astype(np.int32), many, tile)
+        row, table = np.asarray(slots.row), np.asarray(slots.table)
+        token, expert, (used,) = np.split(table, [num_rows, num_rows + num_slots])
         here = (experts >= 0) & (experts < many)
-        assert len(token) == len(matrix) * tile
         assert used == sum(-(-count // tile) for count in np.bincount(experts[here], minlength=1))
         assert np.unique(row[here]).size == here.sum()
         assert (row[here] < used * tile).all()
-        assert (row[~here] >= len(token)).all()
-        np.testing.assert_array_equal(matrix[row[here] // tile], 3 * many + experts[here])
+        assert (row[~here] == num_rows).all()
+        np.testing.assert_array_equal(expert[row[here] // tile], experts[here])
         np.testing.assert_array_equal(token[row[here]], np.nonzero(here)[0])
 
 
@@ -218,6 +221,7 @@ def test_without_a_gpu_the_best_is_xla():
         ({"stages": 1}, "at least two stages"),
         ({"programs": 0}, "0 programs"),
         ({"unroll": 3}, "unroll is 3"),
+        ({"parts": 0}, "0 parts"),
         ({"stages": 11}, "need 252928 bytes of shared memory, there are 232448"),
     ],
 )

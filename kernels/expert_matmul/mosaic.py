@@ -18,6 +18,7 @@ No weight is converted, and q x scale is never rounded. NOTES.md says why not `w
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.kernels.compat import mma_on_cpu
 from jaxspec.kernels.expert_matmul.packing import BLOCK, GROUP, PackedInt4
+from jaxspec.kernels.expert_matmul.slots import Slots, assign, most_slots
 
 __all__ = ["Tuning", "expert_matmul_mosaic", "supported"]
 
@@ -54,12 +56,15 @@ class Tuning:
       programs: persistent programs; an H200 has 132 multiprocessors, which hold up to three each.
       unroll: pairs of nibble planes, of the four in a block, that the inner loop takes at once;
         more is fewer instructions and more registers.
+      parts: into which the columns of weights are cut, as far as they divide, so that few experts
+        make items enough for all programs. Their sums are added in XLA.
     """
 
     token_tile: int = 8
     stages: int = 3
     programs: int = 396
     unroll: int = 4
+    parts: int = 1
 
     def __post_init__(self) -> None:
         if self.token_tile not in (8, 16, 32):
@@ -71,6 +76,8 @@ class Tuning:
             )
         if self.unroll not in (1, 2, 4):
             raise ValueError(f"Tuning: unroll is {self.unroll}, not 1, 2 or 4")
+        if self.parts < 1:
+            raise ValueError(f"Tuning: {self.parts} parts; at least one")
         if self.smem_bytes > SMEM_BYTES:
             raise ValueError(
                 f"Tuning: {self.stages} stages of {self.token_tile} tokens need "
@@ -88,18 +95,21 @@ class Tuning:
         return self.stages * self.stage_bytes + self.token_tile * 2 * ROWS * 4 + 1024
 
 
-def tuning_for(num_tokens: int) -> Tuning:
-    """The tuning taken when none is named.
+def tuning_for(num_tokens: int, num_experts: int) -> Tuning:
+    """The tuning taken when none is named, for `num_experts` of the 384 that tokens choose 8 of.
 
-    A tile holds about three times what an expert gets of `num_tokens` spread evenly over 384
-    experts, 8 for each token. Choices beyond it make one more slot, at work at the same time, so
-    that its weights come from L2.
+    A tile holds about three times what an expert gets of tokens that spread evenly. Choices beyond
+    it make one more slot, at work at the same time, so that its weights come from L2. An expert is
+    32 items of the first kernel: where those it takes to fill all programs are not to be expected,
+    the columns are cut.
     """
-    if num_tokens <= 128:
-        return Tuning(token_tile=8, stages=3, programs=396, unroll=4)
-    if num_tokens <= 256:
+    if num_tokens > 256:
+        return Tuning(token_tile=32, stages=2, programs=264, unroll=1)
+    if num_tokens > 128:
         return Tuning(token_tile=16, stages=2, programs=396, unroll=1)
-    return Tuning(token_tile=32, stages=2, programs=264, unroll=1)
+    expected_experts = num_experts * (1 - (1 - 8 / 384) ** num_tokens)
+    parts = 1 if expected_experts >= 12 else 2 if expected_experts >= 6 else 4
+    return Tuning(token_tile=8, stages=3, programs=396, unroll=4, parts=parts)
 
 
 def supported(
@@ -119,58 +129,6 @@ def supported(
     if width % BLOCK or hidden % BLOCK:
         return f"widths {width} and {hidden} are not both multiples of {BLOCK}"
     return None
-
-
-class Plan(NamedTuple):
-    """Who reads what. S is the most slots that M x X choices can need; those in use come first.
-
-    Attributes:
-      matrix: [S] layer x E + expert of each slot: its place in the stacks.
-      token: [R] of each row, the token whose choice it holds. A slot has `token_tile` rows; rows
-        that no choice fills repeat token 0.
-      row: [M,X] the row of each choice; of a choice that is no expert, one past the end.
-      scalars: the number of slots in use, and `MAGIC`.
-    """
-
-    matrix: jax.Array
-    token: jax.Array
-    row: jax.Array
-    scalars: jax.Array
-
-
-def plan(expert_MX: jax.Array, layer: jax.Array | int, num_experts: int, tile: int) -> Plan:
-    """Slots of at most `tile` choices of one expert; ids outside 0..num_experts-1 get none.
-
-    Counts are sums of comparisons, each one fused kernel: sorting or searching takes several.
-    """
-    num_choices, choices_per_token = expert_MX.size, expert_MX.shape[1]
-    most_experts = min(num_experts, num_choices)
-    slots = most_experts + (num_choices - most_experts) // tile
-
-    def count(is_counted: jax.Array) -> jax.Array:
-        return is_counted.sum(1, dtype=jnp.int32)
-
-    choice_C = jnp.arange(num_choices, dtype=jnp.int32)
-    expert_E = jnp.arange(num_experts, dtype=jnp.int32)
-    expert_C = expert_MX.reshape(-1).astype(jnp.int32)
-    slots_E = (count(expert_C[None] == expert_E[:, None]) + tile - 1) // tile
-    is_up_to_EE = expert_E[None] <= expert_E[:, None]
-    last_slot_E = jnp.where(is_up_to_EE, slots_E[None], 0).sum(1, dtype=jnp.int32)
-
-    is_earlier_CC = choice_C[None] < choice_C[:, None]
-    place_C = count((expert_C[None] == expert_C[:, None]) & is_earlier_CC)
-    first_slot_C = (last_slot_E - slots_E).at[expert_C].get(mode="clip")
-    is_expert_C = (expert_C >= 0) & (expert_C < num_experts)
-    row_C = jnp.where(is_expert_C, first_slot_C * tile + place_C, slots * tile + choice_C)
-    token_R = jnp.zeros((slots * tile,), jnp.int32)
-    token_C = choice_C // choices_per_token
-    token_R = token_R.at[row_C].set(token_C, mode="drop", unique_indices=True)
-
-    slot_S = jnp.arange(slots, dtype=jnp.int32)
-    expert_S = count(last_slot_E[None] <= slot_S[:, None])
-    matrix_S = jnp.asarray(layer, jnp.int32) * num_experts + expert_S
-    scalars = jnp.stack([last_slot_E[-1], jnp.int32(MAGIC)])
-    return Plan(matrix_S, token_R, row_C.reshape(expert_MX.shape), scalars)
 
 
 def expert_matmul_mosaic(
@@ -194,17 +152,30 @@ def expert_matmul_mosaic(
     assert isinstance(gate_up, PackedInt4)
     assert isinstance(down, PackedInt4)
     mma_on_cpu()
-    tuning = tuning or tuning_for(x_MD.shape[0])
     num_experts, width = down.words.shape[1:3]
     hidden = gate_up.words.shape[3]
-    groups = plan(expert_MX, layer, num_experts, tuning.token_tile)
-    x_RD = x_MD.at[groups.token].get(mode="promise_in_bounds")
-    hidden_RF = _product(x_RD, _gate_up(gate_up), hidden, groups, tuning)
-    out_RD = _product(hidden_RF, _down(down), width, groups, tuning)
-    out_MXD = weight_MX[:, :, None] * out_RD.at[groups.row].get(mode="clip")
-    # A choice that is no expert has no row; it got some other one, which may hold anything.
-    is_expert_MX = groups.row < out_RD.shape[0]
-    return jnp.where(is_expert_MX[:, :, None], out_MXD, 0).sum(1)
+    tuning = tuning or tuning_for(x_MD.shape[0], num_experts)
+    slots = assign(expert_MX, num_experts, tuning.token_tile)
+    num_rows = tuning.token_tile * most_slots(expert_MX.size, num_experts, tuning.token_tile)
+    x_RD = x_MD.at[slots.table[:num_rows]].get(mode="promise_in_bounds")
+
+    parts = math.gcd(tuning.parts, width // BLOCK)
+    hidden_RPF = _product(x_RD, _gate_up(gate_up, parts), slots, layer, tuning)
+    hidden_RF = hidden_RPF[:, 0] if parts == 1 else _silu_product(hidden_RPF)
+    parts = math.gcd(tuning.parts, hidden // BLOCK)
+    out_RPD = _product(hidden_RF, _down(down, parts), slots, layer, tuning)
+
+    # A choice that is no expert has no row; it gets some other one, which may hold anything.
+    out_MXD = out_RPD.at[slots.row].get(mode="clip").sum(2)
+    is_expert_MX1 = (slots.row < num_rows)[:, :, None]
+    return jnp.where(is_expert_MX1, weight_MX[:, :, None] * out_MXD, 0).sum(1)
+
+
+def _silu_product(products_RPF: jax.Array) -> jax.Array:
+    """silu(gate) x up [R,F] bf16 of tiles that hold 64 columns of gate and the same 64 of up."""
+    rows, parts = products_RPF.shape[:2]
+    tiles = products_RPF.reshape(rows, parts, -1, 2, ROWS).sum(1)
+    return (jax.nn.silu(tiles[:, :, 0]) * tiles[:, :, 1]).reshape(rows, -1).astype(jnp.bfloat16)
 
 
 class _Weights(NamedTuple):
@@ -213,6 +184,9 @@ class _Weights(NamedTuple):
     Attributes:
       words, scales: whole stacks [L x E, ..], arranged so that an item's two pieces are two
         entries of one axis.
+      experts: in a layer.
+      parts: into which the columns are cut; each is an item, whose output is a partial sum.
+      num_tiles: of the rows, two pieces each.
       tile_features: output columns of an item.
       out_dtype: of the output.
       words_at: (matrix, tile, piece, columns) -> index of a piece's words [64, 32].
@@ -224,6 +198,9 @@ class _Weights(NamedTuple):
 
     words: jax.Array
     scales: jax.Array
+    experts: int
+    parts: int
+    num_tiles: int
     tile_features: int
     out_dtype: jnp.dtype
     words_at: Callable
@@ -233,87 +210,87 @@ class _Weights(NamedTuple):
     finish: Callable
 
 
-def _gate_up(packed: PackedInt4) -> _Weights:
-    """Pieces: 64 gate rows and the same 64 up rows. Output: silu(gate) x up, bf16."""
+def _gate_up(packed: PackedInt4, parts: int) -> _Weights:
+    """Pieces: 64 gate rows and the same 64 up rows.
+
+    Output: silu(gate) x up, bf16; of several parts, which cannot know it, both products, f32.
+    """
 
     def finish(products, out_s) -> None:
         gate, up = products
         hidden = gate / (1.0 + jnp.exp(-gate)) * up
         _store_transposed(out_s, hidden.astype(jnp.bfloat16))
 
-    def rows(tile):
-        return pl.ds(tile * ROWS, ROWS)
-
+    every = slice(None)
     return _Weights(
         packed.words.reshape(-1, *packed.words.shape[2:]),
         packed.scales.reshape(-1, *packed.scales.shape[2:]),
-        tile_features=ROWS,
-        out_dtype=jnp.dtype("bfloat16"),
-        words_at=lambda matrix, tile, piece, columns: (matrix, piece, rows(tile), columns),
-        scales_at=lambda matrix, tile, block: (matrix, slice(None), block, slice(None), rows(tile)),
+        experts=packed.words.shape[1],
+        parts=parts,
+        num_tiles=packed.words.shape[3] // ROWS,
+        tile_features=ROWS if parts == 1 else 2 * ROWS,
+        out_dtype=jnp.dtype("bfloat16" if parts == 1 else "float32"),
+        words_at=lambda matrix, tile, piece, columns: (matrix, piece, _rows(tile), columns),
+        scales_at=lambda matrix, tile, block: (matrix, every, block, every, _rows(tile)),
         scales_shape=(2, PLANES, ROWS),
         scale_at=lambda piece, plane: (piece, plane),
-        finish=finish,
+        finish=finish if parts == 1 else _store_both,
     )
 
 
-def _down(packed: PackedInt4) -> _Weights:
+def _down(packed: PackedInt4, parts: int) -> _Weights:
     """Pieces: 128 rows in two halves. Output: their products, f32."""
-
-    def finish(products, out_s) -> None:
-        for piece, product in enumerate(products):
-            _store_transposed(out_s.at[:, pl.ds(piece * ROWS, ROWS)], product)
-
-    def pieces(tile):
-        return pl.ds(2 * tile, 2)
-
+    every = slice(None)
     features, words = packed.words.shape[2:]
     return _Weights(
         packed.words.reshape(-1, features // ROWS, ROWS, words),
         packed.scales.reshape(-1, *packed.scales.shape[2:-1], features // ROWS, ROWS),
+        experts=packed.words.shape[1],
+        parts=parts,
+        num_tiles=features // (2 * ROWS),
         tile_features=2 * ROWS,
         out_dtype=jnp.dtype("float32"),
-        words_at=lambda matrix, tile, piece, columns: (
-            matrix,
-            2 * tile + piece,
-            slice(None),
-            columns,
-        ),
-        scales_at=lambda matrix, tile, block: (
-            matrix,
-            block,
-            slice(None),
-            pieces(tile),
-            slice(None),
-        ),
+        words_at=lambda matrix, tile, piece, columns: (matrix, 2 * tile + piece, every, columns),
+        scales_at=lambda matrix, tile, block: (matrix, block, every, pl.ds(2 * tile, 2), every),
         scales_shape=(PLANES, 2, ROWS),
         scale_at=lambda piece, plane: (plane, piece),
-        finish=finish,
+        finish=_store_both,
     )
 
 
-def _product(x_RK, weights: _Weights, out_features: int, groups: Plan, tuning: Tuning) -> jax.Array:
-    """Outputs [R, out_features] of the rows of all slots in use; other rows stay unwritten."""
-    (rows, in_features), tile_features = x_RK.shape, weights.tile_features
-    num_blocks, num_tiles = in_features // BLOCK, out_features // tile_features
-    tokens, stages, programs = tuning.token_tile, tuning.stages, tuning.programs
+def _rows(tile):
+    return pl.ds(tile * ROWS, ROWS)
 
-    def body(x_g, words_g, scales_g, matrix_g, scalars_g, out_g, x_s, words_s, scales_s, *rest):
-        out_s, loaded = rest
-        program = lax.axis_index("program")
-        num_items, magic = scalars_g[0] * num_tiles, scalars_g[1]
+
+def _product(
+    x_RK: jax.Array, weights: _Weights, slots: Slots, layer: jax.Array | int, tuning: Tuning
+) -> jax.Array:
+    """Outputs [R, parts, features] of the rows of all slots in use; other rows stay unwritten."""
+    num_rows, in_features = x_RK.shape
+    tokens, stages, programs = tuning.token_tile, tuning.stages, tuning.programs
+    num_tiles, tile_features = weights.num_tiles, weights.tile_features
+    num_blocks = in_features // BLOCK // weights.parts
+    items_of_slot, num_slots = weights.parts * num_tiles, num_rows // tokens
+
+    def body(x_g, words_g, scales_g, table_g, layer_g, magic_g, out_g, x_s, words_s, *rest):
+        scales_s, out_s, loaded = rest
+        program, magic = lax.axis_index("program"), magic_g[0]
+        num_items = table_g[num_rows + num_slots] * items_of_slot
         my_items = lax.div(jnp.maximum(num_items - program + programs - 1, 0), programs)
         my_steps = my_items * num_blocks
 
-        def slot_and_tile(item):
+        def slot_and_place(item):
+            """The slot of one of my items, and its place among those of the slot: part, tile."""
             number = program + item * programs
-            return lax.div(number, num_tiles), lax.rem(number, num_tiles)
+            return lax.div(number, items_of_slot), lax.rem(number, items_of_slot)
 
         def load(step):
-            slot, tile = slot_and_tile(lax.div(step, num_blocks))
-            block, stage = lax.rem(step, num_blocks), lax.rem(step, stages)
-            matrix, barrier = matrix_g[slot], loaded.at[stage]
-            columns = pl.ds(block * WORDS, WORDS)
+            slot, place = slot_and_place(lax.div(step, num_blocks))
+            part, tile = lax.div(place, num_tiles), lax.rem(place, num_tiles)
+            block = part * num_blocks + lax.rem(step, num_blocks)
+            matrix = layer_g[0] * weights.experts + table_g[num_rows + slot]
+            stage = lax.rem(step, stages)
+            barrier, columns = loaded.at[stage], pl.ds(block * WORDS, WORDS)
             for piece in range(2):
                 words_at = weights.words_at(matrix, tile, piece, columns)
                 plgpu.copy_gmem_to_smem(words_g.at[words_at], words_s.at[stage, piece], barrier)
@@ -341,8 +318,8 @@ def _product(x_RK, weights: _Weights, out_features: int, groups: Plan, tuning: T
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             weights.finish(products, out_s)
             plgpu.commit_smem()
-            slot, tile = slot_and_tile(item)
-            out_at = pl.ds(slot * tokens, tokens), pl.ds(tile * tile_features, tile_features)
+            slot, place = slot_and_place(item)
+            out_at = pl.ds(slot * tokens, tokens), pl.ds(place * tile_features, tile_features)
             plgpu.copy_smem_to_gmem(out_s, out_g.at[out_at])
 
         lax.fori_loop(0, my_items, one_item, None)
@@ -353,9 +330,9 @@ def _product(x_RK, weights: _Weights, out_features: int, groups: Plan, tuning: T
     words_form = (plgpu.TilingTransform((8, WORDS)), plgpu.SwizzleTransform(128))
     out_tile = (8, 128 // weights.out_dtype.itemsize)
     out_form = (plgpu.TilingTransform(out_tile), plgpu.SwizzleTransform(128))
-    return plgpu.kernel(
+    out = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((rows, out_features), weights.out_dtype),
+        out_type=jax.ShapeDtypeStruct((num_rows, items_of_slot * tile_features), weights.out_dtype),
         grid=(programs,),
         grid_names=("program",),
         scratch_types=[
@@ -365,7 +342,15 @@ def _product(x_RK, weights: _Weights, out_features: int, groups: Plan, tuning: T
             plgpu.SMEM((tokens, tile_features), weights.out_dtype, transforms=out_form),
             plgpu.Barrier(num_arrivals=4, num_barriers=stages),
         ],
-    )(x_RK, weights.words, weights.scales, groups.matrix, groups.scalars)
+    )(
+        x_RK,
+        weights.words,
+        weights.scales,
+        slots.table,
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        jnp.full((1,), MAGIC, jnp.int32),
+    )
+    return out.reshape(num_rows, weights.parts, -1)
 
 
 def _add_block(sums, x_s, words_s, scales_s, scale_at: Callable, magic, tuning: Tuning):
@@ -403,6 +388,12 @@ def _two_planes(words, pair, magic):
     both = nibbles | magic
     halves = both, lax.shift_right_logical(both, 16)
     return [lax.bitcast_convert_type(half.astype(jnp.int16), jnp.bfloat16) for half in halves]
+
+
+def _store_both(products, out_s) -> None:
+    """Writes two products side by side."""
+    for piece, product in enumerate(products):
+        _store_transposed(out_s.at[:, pl.ds(piece * ROWS, ROWS)], product)
 
 
 def _store_transposed(out_s, product) -> None:
