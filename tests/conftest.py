@@ -4,6 +4,7 @@ Rank promotion and implicit dtype promotion raise here: code that broadcasts or 
 """
 
 import os
+import tempfile
 
 # Before jax is imported: the tests are for a CPU, whatever else the machine has.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -20,6 +21,10 @@ from tests import tiny
 from tests.reference.draft import ReferenceDraft
 from tests.reference.target import ReferenceTarget
 
+# Many tests compile the same program; within a run it is compiled once.
+_compiled = tempfile.TemporaryDirectory(prefix="jaxspec-tests-")
+jax.config.update("jax_compilation_cache_dir", _compiled.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # A busy machine is no failure, and everybody's run draws the same examples.
