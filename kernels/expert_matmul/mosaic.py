@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -325,11 +325,8 @@ def _product(
         lax.fori_loop(0, my_items, one_item, None)
         plgpu.wait_smem_to_gmem(0)
 
-    # Swizzled, eight rows are read at once without a bank conflict.
-    x_form = (plgpu.TilingTransform((8, GROUP)), plgpu.SwizzleTransform(64))
-    words_form = (plgpu.TilingTransform((8, WORDS)), plgpu.SwizzleTransform(128))
-    out_tile = (8, 128 // weights.out_dtype.itemsize)
-    out_form = (plgpu.TilingTransform(out_tile), plgpu.SwizzleTransform(128))
+    x_form, words_form = _swizzled(2 * GROUP, jnp.bfloat16), _swizzled(4 * WORDS, jnp.int32)
+    out_form = _swizzled(128, weights.out_dtype)
     out = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((num_rows, items_of_slot * tile_features), weights.out_dtype),
@@ -351,6 +348,16 @@ def _product(
         jnp.full((1,), MAGIC, jnp.int32),
     )
     return out.reshape(num_rows, weights.parts, -1)
+
+
+def _swizzled(num_bytes: int, dtype: Any) -> tuple[Any, Any]:
+    """The form of shared memory from which eight rows of so many bytes are read at once.
+
+    Without it they would lie in the same banks.
+    """
+    tiling: Any = plgpu.TilingTransform
+    swizzle: Any = plgpu.SwizzleTransform
+    return tiling((8, num_bytes // jnp.dtype(dtype).itemsize)), swizzle(num_bytes)
 
 
 def _add_block(sums, x_s, words_s, scales_s, scale_at: Callable, magic, tuning: Tuning):
