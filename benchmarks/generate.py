@@ -127,6 +127,7 @@ def verify(target: Target, batch: int, num_tokens: int) -> Callable[[], float]:
     vocab_size = target.config.vocab_size
     row_BT = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32), (batch, num_tokens))
     length_B = jnp.full((batch,), CONTEXT // 2, jnp.int32)
+    apart_BT = 37 * row_BT
     greedy = _sampling(batch)
 
     @jax.jit
@@ -136,11 +137,13 @@ def verify(target: Target, batch: int, num_tokens: int) -> Callable[[], float]:
         def one(_, ids_BT):
             at = Pass(length_B[:, None] + row_BT, length_B)
             seen = target(TargetIds(ids_BT, vocab_size), at, cache, None)
-            # What this pass chose is what the next one reads: none can start before its turn.
             logits = target.logits(seen.hidden)
-            return choose(logits, row_BT, length_B, greedy, levels=num_tokens - 1)
+            chosen_BT = choose(logits, row_BT, length_B, greedy, levels=num_tokens - 1)
+            # What this pass chose decides what the next one reads, so none starts before its turn;
+            # and all rows differ, as a tree's do, or they would share their experts.
+            return (chosen_BT[:, :1] + apart_BT) % vocab_size
 
-        return lax.fori_loop(0, STEPS, one, (37 * row_BT) % vocab_size)
+        return lax.fori_loop(0, STEPS, one, apart_BT)
 
     cache = target.empty_cache(batch, CONTEXT)
     return lambda: seconds(run, params, cache)
