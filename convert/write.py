@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxspec.aliases import Convention, PathLike, Progress
-from jaxspec.config import Numerics, TargetConfig
+from jaxspec.config import DraftConfig, Numerics, TargetConfig
 from jaxspec.convert.configs import LatentNormEps
 from jaxspec.convert.drafts import is_draft
 from jaxspec.convert.manifest import MANIFEST, PARTIAL, Manifest, is_converted, read_manifest
@@ -81,6 +81,19 @@ class ConversionReport:
     is_dry_run: bool
     num_pieces_kept: int
     manifest: Manifest
+
+    def summary(self) -> str:
+        """What it is; of a draft, which boundaries it was trained on and where that was read."""
+        manifest, verb = self.manifest, "would be" if self.is_dry_run else "is"
+        lines = [
+            f"{self.destination} {verb} the {manifest.kind} {manifest.identity}; "
+            "`jaxspec inspect` shows every claim"
+        ]
+        if isinstance(manifest.config, DraftConfig):
+            want = manifest.config.boundaries
+            ids = f"boundaries {want.ids}" if want.ids else "no boundaries of its own"
+            lines.append(f"  trained on {ids}   [{want.origin}]")
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON."""

@@ -10,18 +10,23 @@ if TYPE_CHECKING:
     from jaxspec.checkpoint import load_draft, load_target
     from jaxspec.config import Numerics, TreeConfig
     from jaxspec.contracts import ContractError
+    from jaxspec.convert.inspect import inspect as inspect_checkpoint
+    from jaxspec.convert.write import ConvertConfig
+    from jaxspec.convert.write import convert as convert_checkpoint
     from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_TARGET
     from jaxspec.errors import InputError
     from jaxspec.generator import GenerateConfig, Generator, Request
+    from jaxspec.identify import identify as identify_features
     from jaxspec.recording import RecordConfig, record
     from jaxspec.report import GenerateReport
-    from jaxspec.text import SamplingConfig, generate
+    from jaxspec.text import SamplingConfig, generate, tokenize
     from jaxspec.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
     "SHIPPED_DRAFT",
     "SHIPPED_TARGET",
     "ContractError",
+    "ConvertConfig",
     "GenerateConfig",
     "GenerateReport",
     "Generator",
@@ -32,25 +37,38 @@ __all__ = [
     "SamplingConfig",
     "Tokenizer",
     "TreeConfig",
+    "convert_checkpoint",
     "generate",
+    "identify_features",
+    "inspect_checkpoint",
     "load_draft",
     "load_target",
     "load_tokenizer",
     "record",
+    "tokenize",
 ]
 
 _MODULES = {
     "checkpoint": ("load_draft", "load_target"),
     "config": ("Numerics", "TreeConfig"),
     "contracts": ("ContractError",),
+    "convert.inspect": ("inspect_checkpoint",),
+    "convert.write": ("ConvertConfig", "convert_checkpoint"),
     "environment": ("SHIPPED_DRAFT", "SHIPPED_TARGET"),
     "errors": ("InputError",),
     "generator": ("GenerateConfig", "Generator", "Request"),
+    "identify": ("identify_features",),
     "recording": ("RecordConfig", "record"),
     "report": ("GenerateReport",),
-    "text": ("SamplingConfig", "generate"),
+    "text": ("SamplingConfig", "generate", "tokenize"),
     "tokenizer": ("Tokenizer", "load_tokenizer"),
 }
+_OWN_NAMES = {
+    "convert_checkpoint": "convert",
+    "identify_features": "identify",
+    "inspect_checkpoint": "inspect",
+}
+"""Of what has another name here, because a module has its own."""
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
@@ -58,4 +76,5 @@ def __getattr__(name: str) -> Any:
     """A public name, imported when it is first asked for: `jaxspec --help` needs no JAX."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'jaxspec' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"jaxspec.{_MODULE_OF[name]}"), name)
+    module = importlib.import_module(f"jaxspec.{_MODULE_OF[name]}")
+    return getattr(module, _OWN_NAMES.get(name, name))

@@ -29,6 +29,7 @@ from jaxspec.contracts import DraftIds, TargetIds
 from jaxspec.dims import typed
 from jaxspec.draft import Borrowed, Draft
 from jaxspec.errors import InputError
+from jaxspec.figures import accept_per_depth, ratio
 from jaxspec.generator import Request
 from jaxspec.mla import Pass
 from jaxspec.sampling import Sampling, keep_top
@@ -73,7 +74,7 @@ class Ceiling:
     @property
     def accept_length(self) -> float | None:
         """Tokens emitted by steps per step, bonus included."""
-        return _mean_ratio(
+        return ratio(
             sum(text.num_emitted for text in self.texts),
             sum(len(text.accepted) for text in self.texts),
         )
@@ -82,10 +83,7 @@ class Ceiling:
     def accept_per_depth(self) -> tuple[float | None, ...]:
         """Share of all steps in which the token at depth d + 1 was accepted."""
         accepted = [count for text in self.texts for count in text.accepted]
-        return tuple(
-            _mean_ratio(sum(count > depth for count in accepted), len(accepted))
-            for depth in range(self.levels)
-        )
+        return accept_per_depth(accepted, self.levels)
 
     @property
     def first_token(self) -> float | None:
@@ -106,7 +104,7 @@ class Ceiling:
         of_texts = [getattr(text, name) for text in self.texts]
         if any(values is None for values in of_texts):
             return None
-        return _mean_ratio(sum(float(v.sum()) for v in of_texts), sum(len(v) for v in of_texts))
+        return ratio(sum(float(v.sum()) for v in of_texts), sum(len(v) for v in of_texts))
 
 
 def accept_ceiling(
@@ -387,8 +385,3 @@ def _log_probs(logits_BTV: Float[Array, "B T V"], sampling: Sampling) -> Float[A
     best_BT1 = jnp.argmax(logits_BTV, axis=-1)[..., None]
     is_best_BTV = jnp.arange(logits_BTV.shape[-1])[None, None] == best_BT1
     return jnp.where(is_sampled_B11, sampled_BTV, jnp.where(is_best_BTV, 0.0, -jnp.inf))
-
-
-def _mean_ratio(total: float, count: int) -> float | None:
-    """The quotient; None where there is nothing to divide by."""
-    return total / count if count else None

@@ -31,15 +31,15 @@ from jaxspec.convert.prepare import (
 from jaxspec.convert.problems import CheckpointError, Problems
 from jaxspec.convert.source import Source
 from jaxspec.draft import Draft
+from jaxspec.environment import hub_cache
 from jaxspec.target import Target
 
 __all__ = ["CheckpointError", "load_draft", "load_target", "locate"]
 
 DEFAULT_NUMERICS = Numerics()
-HUB_CACHE = Path.home() / ".cache" / "huggingface" / "hub"
 
 
-def locate(path: PathLike, hub_cache: Path = HUB_CACHE) -> Path:
+def locate(path: PathLike) -> Path:
     """The directory that a path, or the id of a repository in the local hub cache, means.
 
     Raises:
@@ -49,12 +49,12 @@ def locate(path: PathLike, hub_cache: Path = HUB_CACHE) -> Path:
     if directory.is_dir():
         return directory
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
-        repository = hub_cache / f"models--{str(path).replace('/', '--')}"
+        repository = hub_cache() / f"models--{str(path).replace('/', '--')}"
         main = repository / "refs" / "main"
         if main.is_file():
             return repository / "snapshots" / main.read_text().strip()
     raise CheckpointError(
-        str(path), [f"no such directory, and no such repository in the local cache {hub_cache}"]
+        str(path), [f"no such directory, and no such repository in the local cache {hub_cache()}"]
     )
 
 

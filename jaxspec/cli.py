@@ -281,29 +281,24 @@ def convert(
     from jaxspec.console import Display
     from jaxspec.convert.write import ConvertConfig
     from jaxspec.convert.write import convert as run
-    from jaxspec.environment import hub_cache
 
     config = ConvertConfig(
         kind,
         capture_convention,
-        None if target is None else locate(target, hub_cache()),
+        None if target is None else locate(target),
         experts,
         latent_norm_eps,
     )
     with Display() as display:
         report = run(
-            locate(source, hub_cache()),
+            locate(source),
             destination,
             config,
             is_dry_run=dry_run,
             progress=display.progress,
         )
         if not as_json:
-            verb = "would be" if dry_run else "is"
-            display.say(
-                f"{destination} {verb} the {report.manifest.kind} {report.manifest.identity}; "
-                "`jaxspec inspect` shows every claim"
-            )
+            display.say(report.summary())
     if as_json:
         print(json.dumps(report.to_dict()))
 
@@ -338,13 +333,12 @@ def inspect(
     from jaxspec.convert.inspect import inspect as run
     from jaxspec.convert.write import ConvertConfig
     from jaxspec.describe import describe
-    from jaxspec.environment import hub_cache
 
     config = ConvertConfig(
         capture_convention=capture_convention,
-        target=None if target is None else locate(target, hub_cache()),
+        target=None if target is None else locate(target),
     )
-    found = run(locate(path, hub_cache()), config)
+    found = run(locate(path), config)
     print(json.dumps(found.to_dict()) if as_json else describe(found))
 
 

@@ -16,7 +16,7 @@ from jaxspec.config import Numerics
 from jaxspec.console import Display
 from jaxspec.contracts import Boundaries
 from jaxspec.draft import Draft
-from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_TARGET, hub_cache
+from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_TARGET
 from jaxspec.errors import InputError
 from jaxspec.generator import Completion, GenerateConfig, Generator, implementations
 from jaxspec.identify import FeaturesReport, identify
@@ -77,7 +77,7 @@ class ModelFlags:
 
     @property
     def target_directory(self) -> Path:
-        return locate(self.target or SHIPPED_TARGET, hub_cache())
+        return locate(self.target or SHIPPED_TARGET)
 
     @property
     def draft_directory(self) -> Path | None:
@@ -90,7 +90,7 @@ class ModelFlags:
             return None
         if self.draft is None and self.target is not None:
             raise InputError("--target without a draft: name one with --draft DIR, or --draft none")
-        return locate(self.draft or SHIPPED_DRAFT, hub_cache())
+        return locate(self.draft or SHIPPED_DRAFT)
 
 
 @dataclasses.dataclass(frozen=True)

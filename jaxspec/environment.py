@@ -1,4 +1,4 @@
-"""What the command line takes from its surroundings; nothing else in the package looks there."""
+"""User directories and environment variables; nothing else in the package looks there."""
 
 import os
 import sys

@@ -13,6 +13,7 @@ import jax
 
 from jaxspec.config import TreeConfig
 from jaxspec.draft import Draft
+from jaxspec.figures import accept_per_depth, ratio
 from jaxspec.generator import Completion, Generator, Run, implementations
 from jaxspec.target import Target
 
@@ -110,7 +111,7 @@ class GenerateReport:
     @property
     def tokens_per_s(self) -> float | None:
         """Tokens per second of decoding, after compilation, all prompts together."""
-        return _ratio(self.num_decoded, self.decode_ms / 1e3)
+        return ratio(self.num_decoded, self.decode_ms / 1e3)
 
     def to_dict(self) -> dict[str, Any]:
         """The `--json` object."""
@@ -163,8 +164,8 @@ class GenerateReport:
         tokens = sum(len(prompt.completion.tokens) for prompt in self.prompts)
         nodes = 0 if self.tree is None else self.tree.nodes
         return {
-            "accept_length_sglang": _ratio(tokens, steps),
-            "accept_rate_sglang_legacy": _ratio(_from_steps(self.prompts), nodes * steps),
+            "accept_length_sglang": ratio(tokens, steps),
+            "accept_rate_sglang_legacy": ratio(_from_steps(self.prompts), nodes * steps),
         }
 
 
@@ -227,19 +228,12 @@ def acceptance(prompts: Sequence[PromptReport]) -> dict[str, Any]:
     accepted = [count for prompt in prompts for count in prompt.completion.accepted]
     steps = len(accepted)
     return {
-        "accept_length": _ratio(_from_steps(prompts), steps),
-        "accept_rate": _ratio(sum(accepted), levels * steps),
-        "accept_per_depth": [
-            _ratio(sum(count > depth for count in accepted), steps) for depth in range(levels)
-        ],
+        "accept_length": ratio(_from_steps(prompts), steps),
+        "accept_rate": ratio(sum(accepted), levels * steps),
+        "accept_per_depth": list(accept_per_depth(accepted, levels)),
     }
 
 
 def _from_steps(prompts: Sequence[PromptReport]) -> int:
     """Tokens emitted by steps: all but each prompt's first, which comes from prefill."""
     return sum(len(prompt.completion.tokens) - 1 for prompt in prompts)
-
-
-def _ratio(numerator: float, denominator: float) -> float | None:
-    """The quotient; None where there is nothing to divide by."""
-    return numerator / denominator if denominator else None

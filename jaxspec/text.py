@@ -12,7 +12,14 @@ from jaxspec.report import GenerateReport, PromptReport, report_of
 from jaxspec.target import Target
 from jaxspec.tokenizer import TextStream, Tokenizer
 
-__all__ = ["SamplingConfig", "Stopper", "continue_prompts", "generate", "requests_of"]
+__all__ = [
+    "SamplingConfig",
+    "Stopper",
+    "continue_prompts",
+    "generate",
+    "requests_of",
+    "tokenize",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +153,20 @@ def continue_prompts(
     return [report(index, completions[index]) for index in range(len(prompts))], run
 
 
+def tokenize(
+    prompts: Sequence[str], tokenizer: Tokenizer, use_chat: bool = False
+) -> list[tuple[int, ...]]:
+    """The exact ids of prompts, as `generate` continues them.
+
+    Args:
+      use_chat: each is a user's message in the chat template.
+
+    Raises:
+      InputError: an empty prompt, or no template.
+    """
+    return [prompt.ids for prompt in encode_prompts(_numbered(prompts), tokenizer, use_chat)]
+
+
 def generate(
     target: Target,
     draft: Draft | None,
@@ -162,12 +183,17 @@ def generate(
       InputError: a prompt or a setting that cannot be used.
       ContractError: draft and target do not belong together.
     """
-    entries = []
-    for index, prompt in enumerate(prompts):
-        text, ids = (prompt, None) if isinstance(prompt, str) else (None, tuple(prompt))
-        entries.append(Prompt(str(index), text=text, ids=ids, where=f"prompt {index}"))
-    encoded = encode_prompts(entries, tokenizer)
+    encoded = encode_prompts(_numbered(prompts), tokenizer)
     check_prompts(encoded, target.config.vocab_size, config.slots(target.config))
     generator = Generator(target, draft, config)
     reports, run = continue_prompts(generator, encoded, tokenizer, sampling)
     return report_of(generator, target, draft, reports, run)
+
+
+def _numbered(prompts: Sequence[str | Sequence[int]]) -> list[Prompt]:
+    """Prompts that are text or ids, numbered from 0."""
+    numbered = []
+    for index, prompt in enumerate(prompts):
+        text, ids = (prompt, None) if isinstance(prompt, str) else (None, tuple(prompt))
+        numbered.append(Prompt(str(index), text=text, ids=ids, where=f"prompt {index}"))
+    return numbered

@@ -193,6 +193,7 @@ def test_tokenize_gives_what_generate_reads(run, place):
     tokenizer = load_tokenizer(place / "target")
     assert tokenizer is not None
     assert json.loads(out) == [tokenizer.encode("the abc<|im_end|>")]
+    assert jaxspec.tokenize(["the abc<|im_end|>"], tokenizer) == [tuple(json.loads(out)[0])]
     status, out, _ = run("tokenize", "the", "--target", "target", "--chat", "--json")
     (prompt,) = json.loads(out)["prompts"]
     assert prompt["ids"] == tokenizer.encode_chat([{"role": "user", "content": "the"}])
@@ -217,6 +218,8 @@ def test_convert_and_inspect(run, place):
     status, out, err = run("convert", "draft", "converted", "--target", "target", "--dry-run")
     assert (status, out) == (0, ""), err
     assert "converted would be the draft eagle3@" in err
+    assert "trained on boundaries (1, 2, 4)   [config.json: eagle_config." in err
+    assert "convention 'before' (the config says so); tied to this target by convert" in err
     assert not (place / "converted").exists()
     status, _, err = run("convert", "draft", "converted", "--target", "target")
     assert status == 0, err
@@ -350,7 +353,11 @@ def test_help_needs_no_jax():
 def test_public_names():
     for name in jaxspec.__all__:
         assert getattr(jaxspec, name) is not None
-    assert callable(jaxspec.generate)
+    for command in ("generate", "tokenize", "record"):
+        assert callable(getattr(jaxspec, command))
+    assert jaxspec.convert_checkpoint.__name__ == "convert"
+    assert jaxspec.inspect_checkpoint.__name__ == "inspect"
+    assert jaxspec.identify_features.__name__ == "identify"
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = jaxspec.nonsense
 

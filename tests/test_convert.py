@@ -228,12 +228,13 @@ def test_damaged_conversion(kimi, tmp_path):
         load_target(out, F32)
 
 
-def test_repository_in_the_local_cache(kimi, tmp_path):
+def test_repository_in_the_local_cache(kimi, tmp_path, monkeypatch):
     """Hugging Face's cache layout: refs name the snapshot. Nothing is downloaded."""
     repository = tmp_path / "models--moonshotai--tiny"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("abc123\n")
     (repository / "snapshots").mkdir()
     (repository / "snapshots" / "abc123").symlink_to(kimi)
-    found = locate("moonshotai/tiny", tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    found = locate("moonshotai/tiny")
     assert inspect(found).manifest.identity == inspect(kimi).manifest.identity
