@@ -60,7 +60,8 @@ class ModelFlags:
     Attributes:
       target: a directory or a repository's id; None is the shipped one.
       draft: likewise, or "none"; None is the shipped one, for the shipped target only.
-      capture: boundaries that overrule the draft's claim; None takes it as it is.
+      capture: boundaries that the target captures; a draft that states others refuses them. None
+        takes those that the draft states.
     """
 
     target: str | None = None

@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import jaxspec
-from jaxspec import cli
+from jaxspec import cli, commands
 from jaxspec.environment import default_compile_cache, hub_cache
 from jaxspec.tokenizer import load_tokenizer
 from jaxspec.version import version
@@ -307,6 +307,16 @@ def test_bad_usage_is_status_2(run, args):
     status, out, err = run(*args)
     assert (status, out) == (2, "")
     assert "Error" in err
+
+
+def test_what_is_no_number_is_not_bad_input(run, monkeypatch):
+    def overflow(*_):
+        raise FloatingPointError("request 0: the target's logits are NaN")
+
+    monkeypatch.setattr(commands, "run_generate", overflow)
+    status, out, err = run("generate", "a", *TARGET)
+    assert (status, out) == (1, "")
+    assert err == "jaxspec: request 0: the target's logits are NaN\n"
 
 
 def test_sglang_spelling_of_the_tree(run):
