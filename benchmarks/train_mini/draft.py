@@ -17,10 +17,10 @@ class Config:
     """The sizes, under Hugging Face's names; `boundaries` in this project's numbering."""
 
     hidden_size: int = 256
-    intermediate_size: int = 512
+    intermediate_size: int = 384
     num_attention_heads: int = 4
-    num_key_value_heads: int = 2
-    head_dim: int = 32
+    num_key_value_heads: int = 4
+    head_dim: int = 48
     draft_vocab_size: int = 1024
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0

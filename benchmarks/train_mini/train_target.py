@@ -1,7 +1,8 @@
 """Trains the mini target: `python train_target.py --data DIR --out DIR --minutes 75`.
 
 The learning rate falls linearly to zero over *elapsed time*, so a busy machine shortens the run and
-never cuts the schedule. State is saved every few minutes; `--resume` continues from it.
+never cuts the schedule. State is saved every few minutes; `--resume` continues from it, with other
+window lengths if asked. Set XLA_FLAGS=--xla_force_host_platform_device_count=<cores>.
 """
 
 import argparse
@@ -97,10 +98,14 @@ def _sum_loss(params, ids, config, is_int4):
     return -jnp.take_along_axis(logp, ids[:, 1:, None], -1).sum(), dropped
 
 
-def heldout_loss(params, config, stream, length=256, batch=16, limit=None, is_int4=True):
-    """Returns (nats per token, dropped choices) over whole windows, each from an empty context."""
-    starts = np.arange(0, len(stream) - length - 1, length)[:limit]
-    starts = starts[: len(starts) // batch * batch]
+def heldout_loss(params, config, stream, length, batch, num_batches=None, is_int4=True):
+    """Returns (nats per token, dropped choices) over whole windows, each from an empty context.
+
+    `num_batches` takes that many batches, spread evenly over the stream; None takes all windows.
+    """
+    starts = np.arange(0, len(stream) - length - 1, length)
+    num_batches = num_batches or len(starts) // batch
+    starts = starts[np.linspace(0, len(starts) - 1, num_batches * batch).astype(int)]
     total, lost = 0.0, 0
     for i in range(0, len(starts), batch):
         ids = np.stack([stream[s : s + length + 1] for s in starts[i : i + batch]])
@@ -162,12 +167,12 @@ def main() -> None:
             print(json.dumps(line | {"dropped": round(float(dropped), 4)}), flush=True)
         if time.time() - saved > args.save_minutes * 60:
             saved = time.time()
-            held, lost = heldout_loss(params, config, heldout, limit=32)
+            held, lost = heldout_loss(params, config, heldout, args.length, args.batch, 6)
             print(json.dumps({"step": step, "heldout": held, "dropped": lost}), flush=True)
             save(path, params=params, state=state, seconds=elapsed, step=step)
     seconds = before + time.time() - began
     save(path, params=params, state=state, seconds=seconds, step=step)
-    held, lost = heldout_loss(params, config, heldout)
+    held, lost = heldout_loss(params, config, heldout, args.length, args.batch)
     tokens = step * args.batch * args.length
     print(json.dumps({"done": step, "tokens": tokens, "heldout": held, "dropped": lost}))
 
