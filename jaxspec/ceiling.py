@@ -249,6 +249,7 @@ def _read(
         log_prob_BTW, token_BTW = lax.top_k(log_prob_BTV, tree.branches)
         if draft is None:
             return (target_cache, None, guess_B), _Seen(log_prob_BTW, token_BTW, None, None)
+        assert seen.features is not None, "there is a draft, so they were captured"
         next_BT = lax.dynamic_slice_in_dim(tokens_BS, start + 1, CHUNK, axis=1)
         drafted = draft.fuse(
             seen.features, TargetIds(next_BT, vocab_size), at, draft_cache, borrowed

@@ -108,7 +108,9 @@ def build_from_levels(
     """
     score, token = first
     batch, k = score.shape
-    pool, sizes = [(score, token, jnp.full((batch, k), -1, jnp.int32))], [k]
+    root_parent = jnp.full((batch, k), -1, jnp.int32)
+    pool: list[tuple[jax.Array, ...]] = [(score, token, root_parent)]
+    sizes = [k]
     if deeper is not None:
         pool.append(tuple(jnp.moveaxis(x, 0, 1).reshape(batch, -1) for x in deeper))
         sizes += [k * k] * deeper[0].shape[0]

@@ -1,6 +1,6 @@
 """The routed experts of a mixture: gate, up, SiLU, down, weighted sum; packed or plain weights."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
@@ -56,9 +56,13 @@ def expert_matmul(
 
 
 def why_not_mosaic(
-    x_MD: jax.Array, gate_up: PackedInt4 | jax.Array, down: PackedInt4 | jax.Array
+    x_MD: Any, gate_up: PackedInt4 | jax.Array, down: PackedInt4 | jax.Array
 ) -> str | None:
-    """Why a call of these operands runs in plain XLA here; None if it runs the Mosaic kernels."""
+    """Why a call of these operands runs in plain XLA here; None if it runs the Mosaic kernels.
+
+    Args:
+      x_MD: an array, or its shape.
+    """
     if jax.default_backend() != "gpu":
         return f"the default backend is {jax.default_backend()}, not a Hopper GPU"
     device = jax.devices()[0]

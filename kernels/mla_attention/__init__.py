@@ -1,6 +1,6 @@
 """Absorbed multi-head latent attention over a latent cache and the rows of this call."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
@@ -71,10 +71,8 @@ def mla_attention(
     )
 
 
-def why_not_mosaic(
-    q_latent: jax.Array, q_rotary: jax.Array, latent: jax.Array, has_tree: bool
-) -> str | None:
-    """Why a call of these shapes runs in plain XLA here, or None if it runs the Mosaic kernel."""
+def why_not_mosaic(q_latent: Any, q_rotary: Any, latent: Any, has_tree: bool) -> str | None:
+    """Why a call of these arrays, or shapes, runs in plain XLA here; None if it runs Mosaic's."""
     if jax.default_backend() != "gpu":
         return f"the default backend is {jax.default_backend()}, not a Hopper GPU"
     device = jax.devices()[0]
