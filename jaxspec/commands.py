@@ -170,15 +170,15 @@ def run_generate(flags: GenerateFlags, display: Display) -> GenerateReport:
     flags.sampling.check(has_text=tokenizer is not None)
     target, draft = load(models, display)
     check_prompts(prompts, target.config.vocab_size, flags.config.slots(target.config))
+    run_file = None if flags.out is None else RunFile(flags.out, _header(flags, target, draft))
+    known = {} if run_file is None else _known(run_file, prompts)
+    with display.waiting("compiling"):
+        generator = Generator(target, draft, flags.config, models.claim(target))
     if not (target.config.eos_token_ids or flags.config.ignore_eos):
         display.say(
             f"{models.target_directory}: no config names an end-of-sequence id; a text ends with "
             "--max-new-tokens or --stop"
         )
-    run_file = None if flags.out is None else RunFile(flags.out, _header(flags, target, draft))
-    known = {} if run_file is None else _known(run_file, prompts)
-    with display.waiting("compiling"):
-        generator = Generator(target, draft, flags.config, models.claim(target))
     printer = _Printer(len(prompts)) if flags.streams else None
     num_done = len(known)
 
