@@ -335,4 +335,5 @@ def test_splits_fill_the_device_and_no_more():
     tuning = Tuning()
     assert mosaic.num_splits(1, 1, 8, 131072, tuning) in range(120, 133)
     assert mosaic.num_splits(1, 2048, 8, 32768, tuning) == 1
+    assert mosaic.num_splits(1, 2048, 64, 32768, tuning) == 1
     assert mosaic.num_splits(8, 1, 8, 32768, tuning) * 8 <= 132

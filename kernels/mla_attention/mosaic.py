@@ -105,7 +105,8 @@ def num_splits(batch: int, tokens: int, heads: int, slots: int, tuning: Tuning) 
     """Shares that the keys of a sequence are cut into: those that finish a full cache soonest.
 
     A CTA has an SM to itself, so a grid of so many CTAs runs in waves. Each wave costs its blocks
-    of keys and about two more for the queries, the first loads and the output.
+    of keys and about two more for the queries, the first loads and the output. A tenth of the time
+    is not worth more splits: their partial outputs take memory.
     """
     ctas = batch * pl.cdiv(tokens * heads, TILE)
     blocks = pl.cdiv(slots, TILE) + pl.cdiv(tokens, TILE)
@@ -114,7 +115,8 @@ def num_splits(batch: int, tokens: int, heads: int, slots: int, tuning: Tuning) 
     def time(splits: int) -> int:
         return pl.cdiv(ctas * splits, tuning.num_sms) * (pl.cdiv(blocks, splits) + 2)
 
-    return min(range(1, most + 1), key=time)
+    enough = 1.1 * min(map(time, range(1, most + 1)))
+    return next(splits for splits in range(1, most + 1) if time(splits) <= enough)
 
 
 def mla_attention_mosaic(
