@@ -7,7 +7,8 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 import jax
@@ -145,7 +146,7 @@ class _Place:
     index: int
     request: Request
     limit: int
-    prefill_ms: float
+    prefill_ms: float = 0.0
     decode_ms: float = 0.0
     num_reported: int = 0
 
@@ -179,11 +180,13 @@ class Generator:
         if (draft is None) != (config.tree is None):
             raise InputError("a draft wants a tree and a tree a draft: one of the two is missing")
         config.check()
-        if config.tree is not None and config.tree.branches > draft.config.draft_vocab_size:
-            raise InputError(
-                f"tree {config.tree}: {config.tree.branches} branches over a draft vocabulary "
-                f"of {draft.config.draft_vocab_size}"
-            )
+        if draft is not None and config.tree is not None:
+            vocab_size = draft.config.draft_vocab_size
+            if config.tree.branches > vocab_size:
+                raise InputError(
+                    f"tree {config.tree}: {config.tree.branches} branches over a draft vocabulary "
+                    f"of {vocab_size}"
+                )
         implementations(target, config)  # or what was asked for by name cannot run
         if capture is None and draft is not None:
             capture = target.asked_for(draft.config.boundaries)
@@ -236,15 +239,15 @@ class Generator:
         completions: list[Completion | None] = [None] * len(requests)
         prefill_ms = decode_ms = 0.0
         while waiting or any(places):
-            admitted = [b for b, place in enumerate(places) if place is None][: len(waiting)]
+            admitted: dict[int, _Place] = {}
+            for b in [b for b, place in enumerate(places) if place is None][: len(waiting)]:
+                index, request = waiting.pop()
+                places[b] = admitted[b] = _Place(index, request, self._limit(request))
             if admitted:
-                for b in admitted:
-                    index, request = waiting.pop()
-                    places[b] = _Place(index, request, self._limit(request), 0.0)
-                took_ms = self._timed(self._prefill, self._admission(places, admitted))
+                took_ms = self._timed(self._prefill, self._admission(admitted))
                 prefill_ms += took_ms
-                for b in admitted:
-                    places[b].prefill_ms = took_ms
+                for place in admitted.values():
+                    place.prefill_ms = took_ms
                 self._collect(places, completions, should_stop, on_finish)
                 if not any(places):
                     continue
@@ -253,7 +256,8 @@ class Generator:
             for place in filter(None, places):
                 place.decode_ms += took_ms
             self._collect(places, completions, should_stop, on_finish)
-        return Run(tuple(completions), prefill_ms, decode_ms)
+        done = tuple(completion for completion in completions if completion is not None)
+        return Run(done, prefill_ms, decode_ms)
 
     def _check(self, index: int, request: Request) -> None:
         who, ids = f"request {index}", request.prompt_ids
@@ -278,18 +282,15 @@ class Generator:
         wanted = request.max_new_tokens or self.config.max_new_tokens
         return min(wanted, self.slots - len(request.prompt_ids))
 
-    def _admission(
-        self, places: Sequence[_Place | None] = (), admitted: Iterable[int] = ()
-    ) -> Admission:
-        """The programs' input for the requests in the places `admitted`."""
+    def _admission(self, admitted: Mapping[int, _Place] = MappingProxyType({})) -> Admission:
+        """The programs' input for requests and the places of the batch they get."""
         batch = self.config.batch_size
         prompt = np.zeros((batch, self.slots), np.int32)
         is_admitted, prompt_len = np.zeros(batch, bool), np.ones(batch, np.int32)
         limit, top_k = np.ones(batch, np.int32), np.zeros(batch, np.int32)
         seed, temperature = np.zeros(batch, np.uint32), np.zeros(batch, np.float32)
         top_p = np.ones(batch, np.float32)
-        for b in admitted:
-            place = places[b]
+        for b, place in admitted.items():
             ids, request = place.request.prompt_ids, place.request
             is_admitted[b], prompt_len[b], limit[b] = True, len(ids), place.limit
             prompt[b, : len(ids)] = ids

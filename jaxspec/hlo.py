@@ -111,7 +111,8 @@ def _parse(hlo: str) -> _Computations:
         if not line.startswith(" ") and (head := _COMPUTATION.match(line.strip())):
             current = computations.setdefault(head[1], {})
         elif current is not None and (found := _INSTRUCTION.match(line)):
-            current[found[2]] = _Instruction(bool(found[1]), *found.group(2, 3, 4), line)
+            root, name, result, opcode = found.groups()
+            current[name] = _Instruction(bool(root), name, result, opcode, line)
     return computations
 
 

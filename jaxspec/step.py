@@ -204,6 +204,7 @@ def prefill(
             shifted = TargetIds(
                 jnp.where(is_last_BT, root_B[:, None], next_BT), target.config.vocab_size
             )
+            assert seen.features is not None and state.draft_cache is not None, "it has a draft"
             drafted = draft.fuse(seen.features, shifted, at, state.draft_cache, borrowed)
             state = _with_draft_rows(draft, state, drafted, first_B, count_B, is_last_BT, borrowed)
         return start + chunk, state
@@ -255,6 +256,7 @@ def step(target: Target, draft: Draft | None, state: State, settings: Settings) 
         if draft is None or settings.tree is None:
             tree = only_root(state.root)
         else:
+            assert state.seed is not None and state.draft_cache is not None, "it has a draft"
             tree = propose(
                 draft,
                 state.seed,
@@ -303,6 +305,7 @@ def step(target: Target, draft: Draft | None, state: State, settings: Settings) 
     if draft is None:
         return state
     with jax.named_scope("extend"):
+        assert seen.features is not None and state.draft_cache is not None, "it has a draft"
         path = jnp.arange(tree.levels + 1)[None]
         at = Pass(length_B[:, None] + path, length_B)
         drafted = draft.fuse(
@@ -330,6 +333,7 @@ def _with_draft_rows(
     A draft that is not finite would be lossless all the same, and never accepted: its sequence
     ends here, and the caller is told.
     """
+    assert state.draft_cache is not None, "it has a draft"
     rows_BP = jnp.broadcast_to(jnp.arange(is_last_BP.shape[1]), is_last_BP.shape)
     has_last_B, last_B11 = is_last_BP.any(1), jnp.argmax(is_last_BP, axis=1)[:, None, None]
     recurrent_BD = jnp.take_along_axis(drafted.recurrent, last_B11, axis=1)[:, 0]
