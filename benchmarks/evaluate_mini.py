@@ -46,6 +46,7 @@ from jaxspec import (
 )
 from jaxspec.ceiling import Ceiling, accept_ceiling
 from jaxspec.draft import Draft
+from jaxspec.figures import accept_per_depth
 from jaxspec.generator import Completion
 from jaxspec.target import Target
 
@@ -133,15 +134,12 @@ def sampled(
     emitted = [len(done.tokens) - 1 for done in completions]
     reached = accept_length(emitted, [len(done.accepted) for done in completions], num_seeds)
     best = accept_length(emitted, [len(text.accepted) for text in ceiling.texts], num_seeds)
-    levels = generator.config.tree.levels
     steps = [count for done in completions for count in done.accepted]
     return {
         "accept_length": reached,
         "accept_ceiling": best,
         "share_of_ceiling": _share(reached, best),
-        "accept_per_depth": [
-            float(np.mean([count > depth for count in steps])) for depth in range(levels)
-        ],
+        "accept_per_depth": list(accept_per_depth(steps, generator.config.tree.levels)),
         "ceiling_per_depth": list(ceiling.accept_per_depth),
         "first_token": ceiling.draft_first_token,
         "first_token_ceiling": ceiling.first_token,
