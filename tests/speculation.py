@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -147,33 +147,38 @@ class Difference(NamedTuple):
         return min(self.margin, self.router_margin) < NEAR_TIE
 
 
-def first_difference(
+def differences(
     oracle: Oracle,
     request: Request,
     tree: TreeConfig,
     num_tokens: int,
     ours: tuple[int, list[Step]],
-) -> Difference | None:
-    """Where a run departs from the oracle's; None where they agree to the end.
+) -> Iterator[Difference]:
+    """The steps in which a run departs from the oracle's.
 
-    Of the last step, which the limit may cut short, only what was emitted is compared.
+    After each, the oracle goes on from what the run emitted, so that one near-tie in a tree hides
+    nothing behind it. Of the last step, which the limit may cut short, only what was emitted is
+    compared.
     """
     first, run = ours
     wanted_first = oracle.first(list(request.prompt))
     if first != wanted_first.token:
         router_margin = oracle.target.run(request.prompt).margins.min()
         what = f"first token {first}, not {wanted_first.token}"
-        return Difference(what, wanted_first.margin, router_margin)
-    left = num_tokens - 1
-    wanted = oracle.steps([*request.prompt, first], tree.levels, tree.branches, tree.nodes)
-    for index, (mine, theirs) in enumerate(zip(run, wanted, strict=False)):
+        yield Difference(what, wanted_first.margin, router_margin)
+    shape = tree.levels, tree.branches, tree.nodes
+    tokens, left = [*request.prompt, first], num_tokens - 1
+    wanted = oracle.steps(tokens, *shape)
+    for index, mine in enumerate(run):
+        theirs = next(wanted)
         cut = dataclasses.replace(
             theirs, accepted=min(theirs.accepted, left), emitted=theirs.emitted[:left]
         )
+        tokens, left = tokens + mine.emitted, left - len(mine.emitted)
         for name in ("tokens", "parents", "accepted", "emitted"):
             if getattr(mine, name) != getattr(cut, name):
                 what = f"step {index}: {name} {getattr(mine, name)}, not {getattr(cut, name)}"
-                return Difference(what, theirs.margin, theirs.router_margin)
-        left -= len(cut.emitted)
+                yield Difference(what, theirs.margin, theirs.router_margin)
+                wanted = oracle.steps(tokens, *shape)
+                break
     assert left == 0
-    return None

@@ -1,6 +1,7 @@
 """jaxspec's steps against the slow oracle: same trees, same accepted counts, same tokens."""
 
 import functools
+import itertools
 import json
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from tests import tiny
 from tests.reference.draft import ReferenceDraft
 from tests.reference.eagle import FAULTS, Fault, Oracle
 from tests.reference.target import ReferenceTarget
-from tests.speculation import NEAR_TIE, Request, Stepper, first_difference
+from tests.speculation import NEAR_TIE, Request, Stepper, differences
 from tests.torch_reference import MINI_DRAFT, MINI_TARGET, boundaries_of, prompt_ids
 
 VOCAB = tiny.TARGET_CONFIG["vocab_size"]
@@ -66,14 +67,12 @@ def run_of(runs, stepper, tree: str):
 
 
 def near_ties(oracle, requests, tree: str, num_tokens: int, ours) -> list[str]:
-    """Where runs part from the oracle's at a near-tie; asserts that they part nowhere else."""
-    found = []
+    """The steps that differ from the oracle's by a near-tie; asserts that none does otherwise."""
+    shape, found = TreeConfig.parse(tree), []
     for request, run in zip(requests, ours, strict=True):
-        shape = TreeConfig.parse(tree)
-        parted = first_difference(oracle(request), request, shape, num_tokens, run)
-        if parted is not None:
-            assert parted.is_near_tie, (request, parted)
-            found.append(f"tree {tree}, seed {request.seed} parts at a near-tie: {parted}")
+        for difference in differences(oracle(request), request, shape, num_tokens, run):
+            assert difference.is_near_tie, (request, difference)
+            found.append(f"tree {tree}, seed {request.seed}, a near-tie: {difference}")
     return found
 
 
@@ -108,11 +107,14 @@ def test_every_tree_gives_the_plain_tokens(oracle, stepper, runs):
 def test_faults_are_noticed(oracle, stepper, runs, fault):
     """Were jaxspec right and the oracle wrong in this way, or the reverse, the two would part."""
     tree = "3x4x16"
-    parted = [
-        first_difference(oracle(request, fault), request, TreeConfig.parse(tree), NUM_TOKENS, run)
-        for request, run in zip(REQUESTS, run_of(runs, stepper, tree), strict=True)
-    ]
-    assert any(difference is not None and not difference.is_near_tie for difference in parted)
+    found = []
+    for request, run in zip(REQUESTS, run_of(runs, stepper, tree), strict=True):
+        shape = TreeConfig.parse(tree)
+        # From its first mistake on, the oracle's step depends on its own past: look no further.
+        found += itertools.islice(
+            differences(oracle(request, fault), request, shape, NUM_TOKENS, run), 1
+        )
+    assert any(not difference.is_near_tie for difference in found)
 
 
 @functools.cache
@@ -163,15 +165,16 @@ def check_shipped(count: int, batch: int, tree: str, num_tokens: int, capsys) ->
         Request(tuple(ids), seed=seed, **SAMPLINGS[seed % 3])
         for seed, ids in enumerate(prompt_ids()[:count])
     ]
-    notes = []
+    notes, num_steps = [], 0
     for start in range(0, count, batch):
         some = requests[start : start + batch]
         ours = shipped_stepper(batch).run(some, TreeConfig.parse(tree), num_tokens)
         notes += near_ties(shipped_oracle, some, tree, num_tokens, ours)
+        num_steps += sum(len(run) for _, run in ours)
     if notes:
         with capsys.disabled():
             print("", *notes, sep="\n")
-    assert len(notes) <= 2
+    assert len(notes) <= 0.01 * num_steps
 
 
 def test_shipped_pair(capsys):
