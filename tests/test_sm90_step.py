@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import math
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +51,8 @@ def test_no_loop_writes_a_share_of_the_cache_or_of_the_experts(batch):
     cache_layer = batch * SLOTS * (config.kv_lora_rank + config.qk_rope_head_dim) * 2
     experts_layer = config.n_routed_experts * 3 * 2048 * 7168 // 2
     writes = loop_writes(compiled.as_text())
-    assert any(write.shape[-3:] == (2, 2048, 7168 // 8) for write in writes), "no expert was read"
+    one_expert = 2 * 2048 * 7168
+    assert any(math.prod(write.shape) == one_expert for write in writes), "no expert was unpacked"
     for write in writes:
         holds_slots = any(size % 129 == 0 for size in write.shape)
         assert not (holds_slots and write.num_bytes >= cache_layer / 8), write
