@@ -1,12 +1,12 @@
 """Times decoding with the shipped pair, everything in pairs and in one run.
 
-    python benchmarks/generate.py [--reference-python PYTHON] [--rounds 15]
+    python benchmarks/generate.py [--reference-python PYTHON] [--rounds 15] [--only transformers]
 
 - verify(T), one target pass over T tokens and the choice after each, against T = 1;
 - a step with every tree, against a plain decode step;
 - tokens per second with a draft against `--draft none`, greedy and at temperature 0.8;
-- `--draft none` against transformers' own greedy generation in f32, if the Python of its
-  environment (benchmarks/reference_env/) is given.
+- `--draft none` against transformers' own greedy generation in f32, with one thread and with as
+  many as torch takes, if the Python of its environment (benchmarks/reference_env/) is given.
 
 Prints a table of each, writes results/generate.json, and ends with that object on one line.
 """
@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import functools
 import json
+import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -64,22 +65,43 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="of every comparison")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--only", choices=["transformers"], help="default: everything")
     args = parser.parse_args()
+    if args.only and not args.reference_python:
+        parser.error("--only transformers wants --reference-python")
     numerics = Numerics(dtype=args.dtype)
     target = load_target(SHIPPED_TARGET, numerics)
     draft = load_draft(SHIPPED_DRAFT, numerics, target=target)
     prompts = common.held_out_prompts("evaluation")[:NUM_PROMPTS]
     batch, rounds = args.batch_size, args.rounds
-
-    took = in_turn({f"T={t}": verify(target, batch, t) for t in VERIFY_TOKENS}, rounds)
     figures: dict[str, Any] = {
         "target": target.identity,
         "draft": draft.identity,
         "dtype": args.dtype,
         "batch_size": batch,
         "rounds": rounds,
-        "verify": compared("target pass over T tokens, ms", took, 1e3 / STEPS),
+        "load_before": os.getloadavg()[0],
     }
+    if not args.only:
+        figures |= decoding(target, draft, prompts, batch, rounds)
+    if args.reference_python:
+        plain = generator(target, draft, batch, None)
+        figures["transformers"] = against_transformers(
+            plain, prompts, args.reference_python, rounds
+        )
+    figures["load_after"] = os.getloadavg()[0]
+    parts = ["generate"] + [args.only] * bool(args.only)
+    if (args.dtype, batch) != ("float32", 1):
+        parts += [args.dtype, str(batch)]
+    print(json.dumps(json.loads(common.write_result("-".join(parts), figures).read_text())))
+
+
+def decoding(
+    target: Target, draft: Draft, prompts: Sequence[Sequence[int]], batch: int, rounds: int
+) -> dict[str, Any]:
+    """jaxspec against itself: passes, steps, and tokens per second."""
+    took = in_turn({f"T={t}": verify(target, batch, t) for t in VERIFY_TOKENS}, rounds)
+    figures = {"verify": compared("target pass over T tokens, ms", took, 1e3 / STEPS)}
     took = in_turn(
         {str(tree): steps(target, draft, prompts[0], batch, tree) for tree in (None, *TREES)},
         rounds,
@@ -95,18 +117,25 @@ def main() -> None:
         figures[name] = compared(title, in_turn(speeds, rounds))
         for tree in TREES:
             figures[name][tree]["accept_length"] = accept_length(runs[tree], requests)
-    if args.reference_python:
-        requests = [Request(tuple(ids)) for ids in prompts]
-        with reference(args.reference_python, prompts) as transformers_per_s:
-            speeds = {
-                "transformers": transformers_per_s,
-                "jaxspec": functools.partial(generated_per_s, runs[None], requests),
-            }
-            title = "tokens per second of greedy generation, prefill included"
-            figures["transformers"] = compared(title, in_turn(speeds, rounds))
-    is_default = (args.dtype, batch) == ("float32", 1)
-    name = "generate" if is_default else f"generate-{args.dtype}-{batch}"
-    print(json.dumps(json.loads(common.write_result(name, figures).read_text())))
+    return figures
+
+
+def against_transformers(
+    plain: Generator, prompts: Sequence[Sequence[int]], python: str, rounds: int
+) -> dict[str, Any]:
+    """Plain greedy generation by both, in turn."""
+    requests = [Request(tuple(ids)) for ids in prompts]
+    with (
+        reference(python, prompts, "1") as one_thread,
+        reference(python, prompts, "default") as default_threads,
+    ):
+        speeds = {
+            "transformers, 1 thread": one_thread,
+            "transformers": default_threads,
+            "jaxspec": functools.partial(generated_per_s, plain, requests),
+        }
+        title = "tokens per second of greedy generation, prefill included"
+        return compared(title, in_turn(speeds, rounds))
 
 
 def compared(title: str, figures: dict[str, np.ndarray], unit: float = 1.0) -> dict[str, Any]:
@@ -116,7 +145,7 @@ def compared(title: str, figures: dict[str, np.ndarray], unit: float = 1.0) -> d
     found = {}
     for name, values in figures.items():
         value, against = Spread.of(values * unit), ratio(values, first)
-        print(f"  {name:14}{value!s:28}{against}")
+        print(f"  {name:24}{value!s:28}{against}")
         found[name] = {"value": value.to_dict(), "ratio": against.to_dict()}
     return found
 
@@ -209,13 +238,15 @@ def accept_length(generator: Generator, requests: Sequence[Request]) -> float:
 
 
 @contextlib.contextmanager
-def reference(python: str, prompts: Sequence[Sequence[int]]) -> Iterator[Callable[[], float]]:
+def reference(
+    python: str, prompts: Sequence[Sequence[int]], threads: str
+) -> Iterator[Callable[[], float]]:
     """transformers in a process of its own, waiting: each call is one round, in tokens a second."""
     with tempfile.TemporaryDirectory() as folder:
         tokens = Path(folder) / "tokens.json"
         tokens.write_text(json.dumps([list(ids) for ids in prompts]))
         command = [python, REFERENCE_PROGRAM, SHIPPED_TARGET, "--tokens", tokens]
-        command += ["--max-new-tokens", str(NEW_TOKENS)]
+        command += ["--max-new-tokens", str(NEW_TOKENS), "--threads", threads]
         process = subprocess.Popen(
             list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

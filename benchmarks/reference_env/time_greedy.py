@@ -1,6 +1,6 @@
 """Times transformers' greedy generation from a target, in f32, a round at a time.
 
-    python time_greedy.py DIR --tokens F [--max-new-tokens 64]
+    python time_greedy.py DIR --tokens F [--max-new-tokens 64] [--threads N|default]
 
 F is a JSON list of lists of ids: the prompts. For every line on stdin each one is generated from
 once, alone and to the full number of tokens, and one JSON line on stdout says how fast that was:
@@ -25,8 +25,11 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--tokens", type=Path, required=True, help="JSON list of lists of ids")
     parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--threads", default="default", help="of torch; default: its own choice")
     args = parser.parse_args()
 
+    if args.threads != "default":
+        torch.set_num_threads(int(args.threads))
     prompts = [torch.tensor([ids]) for ids in read_tokens(args.tokens)]
     model = load_target(args.directory)
     how = GenerationConfig(
