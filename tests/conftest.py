@@ -21,9 +21,12 @@ from tests import tiny
 from tests.reference.draft import ReferenceDraft
 from tests.reference.target import ReferenceTarget
 
-# Many tests compile the same program; within a run it is compiled once.
-_compiled = tempfile.TemporaryDirectory(prefix="jaxspec-tests-")
-jax.config.update("jax_compilation_cache_dir", _compiled.name)
+# Many tests compile the same program; within a run, by all its processes, it is compiled once.
+# The first process makes the directory, and removes it when it ends.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _compiled = tempfile.TemporaryDirectory(prefix="jaxspec-tests-")
+    os.environ["JAXSPEC_TESTS_COMPILED"] = _compiled.name
+jax.config.update("jax_compilation_cache_dir", os.environ["JAXSPEC_TESTS_COMPILED"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")

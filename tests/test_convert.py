@@ -187,10 +187,11 @@ def test_killed_conversion_never_looks_complete(kimi, tmp_path):
         with pytest.raises(CheckpointError, match="a conversion that was interrupted"):
             read()
     (partial / "params" / "layer_002.orbax-checkpoint-tmp").mkdir()
+    (partial / "params" / "layer_001" / "files.json").unlink()  # killed just before its record
     with pytest.raises(CheckpointError, match="left from another conversion"):
         convert(kimi, out, ConvertConfig(latent_norm_eps="transformers"))
     report = convert(kimi, out)
-    assert report.num_pieces_kept == 3
+    assert report.num_pieces_kept == 2
     assert not partial.exists()
     assert not (out / "partial.json").exists()
     assert not list((out / "params").glob("*tmp*"))
@@ -214,7 +215,8 @@ def test_damaged_conversion(kimi, tmp_path):
     data = next(path for path in layer.rglob("*") if path.is_file() and path.parent.name == "d")
     kept = data.read_bytes()
     data.write_bytes(kept[: len(kept) // 2])
-    with pytest.raises(CheckpointError, match="params/layer_002 is missing or damaged"):
+    sizes = rf"{len(kept)} bytes were written, {len(kept) // 2} are there"
+    with pytest.raises(CheckpointError, match=rf"params/layer_002 is missing or damaged.*{sizes}"):
         load_target(out, F32)
     data.write_bytes(kept)
     load_target(out, F32)
