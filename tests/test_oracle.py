@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import ml_dtypes  # noqa: F401  by which numpy knows bfloat16
@@ -16,7 +17,7 @@ from jaxspec.draft import Draft
 from jaxspec.target import Target
 from tests import tiny
 from tests.reference.draft import ReferenceDraft
-from tests.reference.eagle import FAULTS, Fault, Oracle
+from tests.reference.eagle import FAULTS, Fault, Oracle, Step
 from tests.reference.target import ReferenceTarget
 from tests.speculation import NEAR_TIE, Request, Stepper, differences
 from tests.torch_reference import MINI_DRAFT, MINI_TARGET, boundaries_of, prompt_ids
@@ -150,10 +151,30 @@ def shipped_stepper(batch: int) -> Stepper:
     return Stepper(target, draft, batch, max(map(len, prompt_ids())) + 64, 16)
 
 
+class Remembering(Oracle):
+    """An honest oracle: its step depends on the tokens before it alone, and is taken once."""
+
+    seen: dict[tuple[int, ...], Step]
+
+    def steps(self, tokens: list[int], levels: int, branches: int, nodes: int) -> Iterator[Step]:
+        """See `Oracle`."""
+        tokens = list(tokens)
+        while True:
+            at = levels, branches, nodes, *tokens
+            if at not in self.seen:
+                self.seen[at] = next(super().steps(tokens, levels, branches, nodes))
+            tokens += self.seen[at].emitted
+            yield self.seen[at]
+
+
+@functools.cache
 def shipped_oracle(request: Request) -> Oracle:
+    """For the batches of every size."""
     _, _, target, draft = shipped()
     choose = request.choose(target.config["vocab_size"])
-    return Oracle(target, draft, boundaries_of(MINI_DRAFT), choose)
+    oracle = Remembering(target, draft, boundaries_of(MINI_DRAFT), choose)
+    oracle.seen = {}
+    return oracle
 
 
 SAMPLINGS = ({}, {"temperature": 0.8}, {"temperature": 1.0, "top_p": 0.95})
@@ -183,6 +204,6 @@ def test_shipped_pair(capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize(("count", "batch"), [(64, 8), (12, 1)])
-def test_shipped_pair_at_length(tree, count, batch, capsys):
-    check_shipped(count, batch, tree, 64, capsys)
+@pytest.mark.parametrize("batch", [8, 1])
+def test_shipped_pair_at_length(tree, batch, capsys):
+    check_shipped(len(prompt_ids()), batch, tree, 64, capsys)

@@ -227,17 +227,21 @@ class Oracle:
         return Row(proposed.hidden, proposed.token, length + depth - 1 + ahead)
 
     def _outputs(self, context: list[Row], chains: list[list[Row]]) -> list[np.ndarray]:
-        """The draft's output on the last row of every chain, each over context and chain alone."""
-        outputs = []
-        for chain in chains:
-            rows = context + chain
-            position = np.array([row.position for row in rows])
-            if "rotary table ends early" in self.faults:
-                position = np.minimum(position, self.draft.config["max_position_embeddings"] - 1)
-            hidden = np.stack([row.hidden for row in rows])
-            token = np.array([row.token for row in rows])
-            outputs.append(self.draft.run(hidden, token, position, formulas.causal(len(rows)))[-1])
-        return outputs
+        """The draft's output on the last row of every chain, each over context and chain alone.
+
+        One pass: a row sees the context's rows and those of its own chain, none that come later.
+        """
+        rows = [*context, *itertools.chain(*chains)]
+        ends = np.cumsum([len(context), *map(len, chains)])
+        chain_of_row = np.repeat(np.arange(len(ends)), [len(context), *map(len, chains)])
+        sees = (chain_of_row == 0) | (chain_of_row == chain_of_row[:, None])
+        sees &= formulas.causal(len(rows))
+        position = np.array([row.position for row in rows])
+        if "rotary table ends early" in self.faults:
+            position = np.minimum(position, self.draft.config["max_position_embeddings"] - 1)
+        hidden = np.stack([row.hidden for row in rows])
+        token = np.array([row.token for row in rows])
+        return list(self.draft.run(hidden, token, position, sees)[ends[1:] - 1])
 
     def _continuations(
         self, parent: Proposed | None, out: np.ndarray, branches: int
