@@ -11,4 +11,4 @@ Convention = Literal["before", "after"]
 Dtype = Literal["bfloat16", "float32"]
 PathLike = str | os.PathLike[str]
 Progress = Callable[[str, int, int], None]
-"""Called as progress(what, done, total)."""
+"""Called as progress(what, done, total); a conversion counts bytes."""

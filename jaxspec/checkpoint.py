@@ -16,7 +16,7 @@ from jaxspec.aliases import Convention, PathLike, Progress
 from jaxspec.config import DraftConfig, Numerics, TargetConfig
 from jaxspec.convert.configs import TRANSFORMERS_EPS, LatentNormEps
 from jaxspec.convert.drafts import NUM_DEFAULT_BOUNDARIES, UNTIED, is_draft
-from jaxspec.convert.manifest import Manifest, is_converted, read_manifest
+from jaxspec.convert.manifest import Manifest, is_converted, part_of, read_manifest
 from jaxspec.convert.plan import Piece
 from jaxspec.convert.prepare import (
     Experts,
@@ -165,9 +165,10 @@ def _pieces(
     # Orbax takes half a second to import, and only a converted checkpoint needs it.
     from jaxspec.convert.store import read_piece
 
-    params = directory / "params"
-    names = ((piece["name"], piece["layer"]) for piece in found.pieces)
-    return len(found.pieces), (read_piece(params, *name) for name in names)
+    params, pieces = directory / "params", found.pieces
+    return len(pieces), (
+        read_piece(params, piece["name"], piece["layer"], part_of(piece)) for piece in pieces
+    )
 
 
 def _fill[Model: (Target, Draft)](
@@ -186,20 +187,20 @@ def _fill[Model: (Target, Draft)](
     for done, piece in enumerate(pieces, start=1):
         leaves = {}
         for path, array in piece.leaves.items():
-            if path not in want or array.shape != want[path].shape[piece.layer is not None :]:
+            if path not in want or array.shape != _shape_of(piece, want[path]):
                 problems.add(
                     f"piece {piece.name} holds {path} {list(array.shape)}, which this model's "
                     "config has no room for"
                 )
                 problems.raise_any()
             leaves[path] = array.astype(want[path].dtype, copy=False)
-        if piece.layer is None:
+        if piece.layer is None and piece.part is None:
             filled |= {path: jnp.asarray(array) for path, array in leaves.items()}
         else:
             if new := {path: want[path] for path in leaves if path not in filled}:
                 filled |= _allocate(new)
             stacks = {path: filled.pop(path) for path in leaves}
-            filled |= _place(stacks, leaves, np.int32(piece.layer))
+            filled |= _place(stacks, leaves, _start_of(piece))
             del stacks
         del piece, leaves, array  # before the next piece is read
         if progress is not None:
@@ -216,10 +217,32 @@ def _allocate(shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     return jax.jit(lambda: {path: jnp.zeros(s.shape, s.dtype) for path, s in shapes.items()})()
 
 
+def _shape_of(piece: Piece, want: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    """The shape of what a piece holds of a parameter."""
+    shape = want.shape[piece.layer is not None :]
+    if piece.part is None:
+        return shape
+    axis = piece.part.axis
+    return (*shape[:axis], piece.part.count, *shape[axis + 1 :])
+
+
+def _start_of(piece: Piece) -> np.ndarray:
+    """Where in its parameters a piece begins, along their first axes; at 0 along the others."""
+    start = [] if piece.layer is None else [piece.layer]
+    if piece.part is not None:
+        start += [0] * piece.part.axis + [piece.part.first]
+    return np.asarray(start, np.int32)
+
+
 @functools.partial(jax.jit, donate_argnums=0)
 def _place(
-    stacks: dict[str, jax.Array], leaves: dict[str, Any], layer: jax.Array
+    stacks: dict[str, jax.Array], leaves: dict[str, Any], start: jax.Array
 ) -> dict[str, jax.Array]:
-    """The stacks with one layer replaced, in place."""
-    put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=layer, axis=0)
+    """The stacks with the leaves in their place, which is written to and not copied."""
+
+    def put(stack: jax.Array, leaf: jax.Array) -> jax.Array:
+        missing = [jnp.int32(0)] * (stack.ndim - len(start))
+        leaf = leaf.reshape((1,) * (stack.ndim - leaf.ndim) + leaf.shape)
+        return jax.lax.dynamic_update_slice(stack, leaf, [*start, *missing])
+
     return {path: put(stack, leaves[path]) for path, stack in stacks.items()}

@@ -295,7 +295,7 @@ def convert(
             destination,
             config,
             is_dry_run=dry_run,
-            progress=display.progress,
+            progress=display.progress_bytes,
         )
         if not as_json:
             display.say(report.summary())
