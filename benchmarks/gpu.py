@@ -216,7 +216,7 @@ def machine(folder: Path) -> dict[str, Any]:
 def check(op: str, case: Any, run: Run) -> dict[str, Any]:
     """A kernel's distance from its reference in the implementation that matters."""
     implementation = run.implementations[0]
-    layers = min(2, kernel_timing.layers_of(OPS[op].work(case), run.rotated_bytes))
+    layers = min(2, kernel_timing.layers_of(OPS[op], OPS[op].work(case), run.rotated_bytes))
     arguments = OPS[op].arguments(case, layers)
     found = kernel_timing.checked(OPS[op], arguments, implementation)
     return {

@@ -67,10 +67,10 @@ class Plan:
     unroll: int
 
     @classmethod
-    def of(cls, work: Work, floor: float, rotated_bytes: int = ROTATED_BYTES) -> "Plan":
+    def of(cls, op: Op, work: Work, floor: float, rotated_bytes: int = ROTATED_BYTES) -> "Plan":
         calls = max(1, min(256, math.ceil(PROGRAM_SECONDS / floor)))
         unroll = min(8, calls)
-        return cls(layers_of(work, rotated_bytes), math.ceil(calls / unroll) * unroll, unroll)
+        return cls(layers_of(op, work, rotated_bytes), math.ceil(calls / unroll) * unroll, unroll)
 
 
 def why_no_time() -> str | None:
@@ -110,7 +110,7 @@ def measure(
     """A case's correctness and times; a failure is a figure too, and the next case goes on."""
     figures = described(op, name, case, ceilings)
     work = OPS[op].work(case)
-    plan = Plan.of(work, ceilings.floor(work), rotated_bytes)
+    plan = Plan.of(OPS[op], work, ceilings.floor(work), rotated_bytes)
     try:
         why_not = too_large(OPS[op].shapes(case, plan.layers))
         if why_not is not None:
@@ -119,6 +119,7 @@ def measure(
         correct = {which: checked(OPS[op], arguments, which) for which in implementations}
         figures["agreement"] = {which: to_dict(found) for which, found in correct.items()}
         figures["is_correct"] = all(found.holds for found in correct.values())
+        figures["rotated_bytes"] = plan.layers * work.layer_bytes
         figures |= timed(OPS[op], arguments, plan, rounds, implementations)
         floor, time = 1e6 * ceilings.floor(work), figures[f"{implementations[0]}_us"]
         figures["share_of_floor"] = floor / time["median"]

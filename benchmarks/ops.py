@@ -6,6 +6,7 @@ A kernel that joins is an entry of `OPS`.
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,10 @@ from jaxspec.kernels.mla_attention import mla_attention
 from jaxspec.kernels.mla_attention.mosaic import STAGES, num_splits
 from jaxspec.kernels.mla_attention.mosaic import Tuning as MlaTuning
 from jaxspec.kernels.mla_attention.reference import mla_attention_reference
+from jaxspec.kernels.tree_verify import Verified, tree_verify
+from jaxspec.kernels.tree_verify import cases as tree_cases
+from jaxspec.kernels.tree_verify.mosaic import tuning_for as tree_tuning_for
+from jaxspec.kernels.tree_verify.reference import tree_verify_reference
 
 __all__ = [
     "MAX_COSINE_DIFFERENCE",
@@ -102,6 +107,7 @@ class Op:
         known when the call before has ended: it must go into something.
       agreement: (arguments, outputs) -> their distance from the reference.
       work: case -> what one call must do.
+      most_layers: at most so many sets of arguments, because each is a call in the program.
       tuning: case -> by name of each Mosaic kernel, how it is launched.
     """
 
@@ -114,6 +120,7 @@ class Op:
     agreement: Callable[[Arguments, Any], Agreement]
     work: Callable[[Any], Work]
     tuning: Callable[[Any], dict[str, dict[str, int]]]
+    most_layers: int | None = None
 
 
 @jax.jit
@@ -132,6 +139,7 @@ def agreement(got: jax.Array, want: jax.Array) -> Agreement:
 
 _MLA_REFERENCE = jax.jit(functools.partial(mla_attention_reference, scale=SCALE))
 _EXPERT_REFERENCE = jax.jit(expert_matmul_reference)
+_TREE_REFERENCE = jax.jit(tree_verify_reference, static_argnames="levels")
 
 
 def _call_mla(args: Arguments, layer: jax.Array, implementation: Any) -> Any:
@@ -226,6 +234,31 @@ def _expert_tuning(case: expert_cases.Case) -> dict[str, dict[str, int]]:
     return {"expert_gate_up": tuning, "expert_down": tuning}
 
 
+def _levels(args: Arguments) -> int:
+    return min(args["tokens_BJ"].shape[1] - 1, tree_cases.MAX_LEVELS)
+
+
+def _call_tree(args: Arguments, layer: jax.Array, implementation: Any) -> Verified:
+    later = {"length_B": args["length_B"] + layer}
+    return tree_verify(**args | later, levels=_levels(args), implementation=implementation)
+
+
+def _tree_agreement(args: Arguments, outputs: Verified) -> Agreement:
+    """As error, the share of sequences in which anything differs."""
+    needed = {name: value for name, value in args.items() if name != "ancestors_BJJ"}
+    want = _TREE_REFERENCE(**needed, levels=_levels(args))
+    is_equal_B = outputs.is_nan == want.is_nan
+    for mine, theirs in zip(outputs.accepted, want.accepted, strict=True):
+        is_equal_B &= (mine == theirs).reshape(is_equal_B.shape[0], -1).all(1)
+    return Agreement(1 - float(is_equal_B.astype(jnp.float32).mean()), 0.0)
+
+
+def _tree_tuning(case: tree_cases.Case) -> dict[str, dict[str, int]]:
+    tuning = dataclasses.asdict(tree_tuning_for(case.batch * case.nodes))
+    top, sample = {"block": tuning.pop("top_block")}, {"block": tuning.pop("sample_block")}
+    return {"tree_top": top, "tree_sample": sample | tuning, "tree_walk": {}}
+
+
 def _drawn(
     arguments: Callable[[Any, int, int], Arguments], seed: Callable[[Any], int]
 ) -> Callable[[Any, int], Arguments]:
@@ -279,12 +312,37 @@ OPS: dict[str, Op] = {
         work=_expert_work,
         tuning=_expert_tuning,
     ),
+    "tree_verify": Op(
+        cases=tree_cases.CASES,
+        foremost=(
+            "16n-1b-greedy",
+            "16n-1b-sampled",
+            "1n-1b-greedy",
+            "16n-8b-sampled",
+            "64n-8b-sampled",
+            "128n-32b-greedy",
+            "16n-1b-cut",
+        ),
+        small=tree_cases.Case("small", 4, 2, is_sampled=True),
+        shapes=lambda case, layers: (tree_cases.shapes(case),) * layers,
+        arguments=lambda case, layers: tuple(
+            tree_cases.arguments(case, seed) for seed in range(layers)
+        ),
+        call=_call_tree,
+        agreement=_tree_agreement,
+        work=lambda case: Work(case.num_bytes, 0, case.num_bytes),
+        tuning=_tree_tuning,
+        most_layers=64,
+    ),
 }
 
 
-def layers_of(work: Work, rotated_bytes: int) -> int:
-    """Layers over which `rotated_bytes` are read before any is read again; 1 if none is read."""
-    return max(1, math.ceil(rotated_bytes / work.layer_bytes)) if work.layer_bytes else 1
+def layers_of(op: Op, work: Work, rotated_bytes: int) -> int:
+    """Layers over which `rotated_bytes` are read before any is read again, as far as the op can
+    have so many; 1 if none is read."""
+    if not work.layer_bytes:
+        return 1
+    return min(max(1, math.ceil(rotated_bytes / work.layer_bytes)), op.most_layers or sys.maxsize)
 
 
 def chosen(only: Sequence[str] | None, quick: bool) -> Iterator[tuple[str, str]]:

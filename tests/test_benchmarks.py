@@ -60,9 +60,9 @@ def test_only_what_is_asked_for(monkeypatch, capsys):
     assert "--only softmax: no kernel or case" in capsys.readouterr().err
 
 
-def test_the_foremost_cases_exist():
+def test_every_kernel_with_cases_is_measured():
     folders = (BENCHMARKS.parent / "kernels").glob("*/cases.py")
-    assert set(OPS) <= {path.parent.name for path in folders}
+    assert {path.parent.name for path in folders} == set(OPS)
     for op in OPS.values():
         assert set(op.foremost) <= set(op.cases)
 
@@ -71,14 +71,19 @@ def test_the_foremost_cases_exist():
 def test_400_mb_are_read_before_any_is_read_again(name):
     for case in OPS[name].cases.values():
         work = OPS[name].work(case)
-        plan = Plan.of(work, Ceilings().floor(work))
-        assert plan.layers * work.layer_bytes >= 400e6 or work.layer_bytes == 0
+        plan = Plan.of(OPS[name], work, Ceilings().floor(work))
+        is_enough = plan.layers * work.layer_bytes >= 400e6 or work.layer_bytes == 0
+        assert is_enough or plan.layers == OPS[name].most_layers
         assert plan.calls % plan.unroll == 0
-        assert work.layer_bytes < work.num_bytes
+        assert work.layer_bytes <= work.num_bytes
 
 
 @pytest.mark.parametrize(
-    "name", ["mla_attention", pytest.param("expert_matmul", marks=pytest.mark.slow)]
+    "name",
+    [
+        "mla_attention",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("expert_matmul", "tree_verify")),
+    ],
 )
 def test_small_case_goes_all_the_way(name):
     op, ceilings = OPS[name], Ceilings(1e10, 1e10, "for this test")
@@ -159,7 +164,7 @@ def test_decoding_is_judged_token_by_token(target, draft):
     assert found["is_correct"], found
     assert (found["num_tokens"], found["num_equal"]) == (12, 12)
     assert found["plain_regret"] == pytest.approx(0, abs=1e-6)
-    assert found["speculative_implementations"] == {"mla_attention": "xla", "expert_matmul": "xla"}
+    assert found["speculative_implementations"] == dict.fromkeys(OPS, "xla")
     # Tokens that nobody would have chosen.
     assert gpu.regrets(target, prompts, [[0, 0, 0], [0, 0, 0]]).max() > gpu.MAX_REGRET["bfloat16"]
 
