@@ -1,5 +1,6 @@
 import io
 import sys
+import time
 
 from rich.console import Console
 
@@ -42,3 +43,19 @@ def test_lines_are_said_as_they_are(capsys):
     with Display() as display:
         display.say("[bold] " + 200 * "x")
     assert capsys.readouterr() == ("", "[bold] " + 200 * "x" + "\n")
+
+
+def test_bytes_have_a_speed_and_a_time_left():
+    """What an earlier run had done says nothing about the speed."""
+    terminal = io.StringIO()
+    console = Console(file=terminal, force_terminal=True, width=120)
+    with Display(console) as display:
+        for done in (600, 601, 602, 603):
+            display.progress_bytes("converting", done * 10**9, 1000 * 10**9)
+            time.sleep(0.02)
+        assert display._progress is not None
+        display._progress.refresh()
+        (task,) = display._progress.tasks
+        assert task.speed is not None and task.speed < 10**9 / 0.02
+    assert "603.0 of 1000.0 GB" in terminal.getvalue()
+    assert "MB/s, 0:00:" in terminal.getvalue()
