@@ -11,8 +11,9 @@ from jaxspec.target import Target
 IDENTITY = "kimi_k25@full-size"
 
 
-def abstract_target(num_hidden_layers: int = 61) -> Target:
+def abstract_target(num_hidden_layers: int = 61, numerics: Numerics | None = None) -> Target:
     """The target of `moonshotai/Kimi-K2.5`'s config.json, or its first layers."""
+    numerics = numerics or Numerics()
     config = TargetConfig(
         vocab_size=163840,
         hidden_size=7168,
@@ -40,7 +41,7 @@ def abstract_target(num_hidden_layers: int = 61) -> Target:
         num_bits=4,
         eos_token_ids=(163585, 163586),
     )
-    return nnx.eval_shape(lambda: Target(config, Numerics(), IDENTITY, nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: Target(config, numerics, IDENTITY, nnx.Rngs(0)))
 
 
 def abstract_draft(draft_vocab_size: int, boundaries: tuple[int, ...] = (2, 30, 58)) -> Draft:

@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxspec.aot import h200s
-from jaxspec.config import TreeConfig
+from jaxspec.config import Numerics, TreeConfig
 from jaxspec.hlo import loop_writes
 from jaxspec.step import Settings, decode
 from tests.full_size import abstract_draft, abstract_inputs, abstract_target
@@ -28,8 +29,9 @@ NODES = 16
 
 
 @functools.cache
-def compiled_decode(batch: int):
-    target, draft = abstract_target(6), abstract_draft(32000, (1, 3, 5))
+def compiled_decode(batch: int, implementation: Literal["mosaic", "xla"]):
+    target = abstract_target(6, Numerics(implementation=implementation))
+    draft = abstract_draft(32000, (1, 3, 5))
     graph, params, state = abstract_inputs(target, draft, batch, SLOTS)
     capture = target.boundaries((1, 3, 5), "this test")
     settings = Settings(TreeConfig(3, 4, NODES), capture, (163585,), 128)
@@ -44,25 +46,44 @@ def compiled_decode(batch: int):
     return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0}), state
 
 
-@pytest.mark.parametrize("batch", [1, 8])
-def test_no_loop_writes_a_share_of_the_cache_or_of_the_experts(batch):
-    compiled, _ = compiled_decode(batch)
+CASES = pytest.mark.parametrize(
+    ("batch", "implementation"), [(1, "mosaic"), (8, "mosaic"), (1, "xla"), (8, "xla")]
+)
+
+
+@CASES
+def test_no_loop_writes_a_share_of_the_cache_or_of_the_experts(batch, implementation):
+    compiled, _ = compiled_decode(batch, implementation)
     config = abstract_target(6).config
     cache_layer = batch * SLOTS * (config.kv_lora_rank + config.qk_rope_head_dim) * 2
     experts_layer = config.n_routed_experts * 3 * 2048 * 7168 // 2
     writes = loop_writes(compiled.as_text())
-    one_expert = 2 * 2048 * 7168
-    assert any(math.prod(write.shape) == one_expert for write in writes), "no expert was unpacked"
+    of_one_expert = 2 * 2048 * 7168 // 8  # sums by 8 weights, of gate and up
+    is_read_by_xla = any(math.prod(write.shape) == of_one_expert for write in writes)
+    assert is_read_by_xla == (implementation == "xla")
     for write in writes:
         holds_slots = any(size % 129 == 0 for size in write.shape)
         assert not (holds_slots and write.num_bytes >= cache_layer / 8), write
         assert write.num_bytes < experts_layer / 8, write
 
 
-@pytest.mark.parametrize("batch", [1, 8])
-def test_the_state_is_updated_in_place(batch):
-    compiled, state = compiled_decode(batch)
+@CASES
+def test_the_state_is_updated_in_place(batch, implementation):
+    compiled, state = compiled_decode(batch, implementation)
     memory = compiled.memory_analysis()
     state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
     assert memory.alias_size_in_bytes >= state_bytes
     assert memory.temp_size_in_bytes < 2**30
+
+
+@CASES
+def test_kernels_are_inside(batch, implementation):
+    """Attention, experts and verification, the three kinds, by Mosaic's calls in the program."""
+    text = compiled_decode(batch, implementation)[0].as_text()
+    calls = [line for line in text.splitlines() if "mosaic_gpu" in line and "custom-call" in line]
+    named = {
+        name
+        for name in ("mla_attention", "expert_gate_up", "expert_down", "tree_top", "tree_walk")
+        if any(name in line for line in calls)
+    }
+    assert len(named) == (5 if implementation == "mosaic" else 0), calls

@@ -99,6 +99,7 @@ def draft_json(config: draft.Config, target_config: target.Config) -> dict:
         "dtype": "bfloat16",
         # SpecForge's convention: k is the output of layer k, boundary k + 1.
         "eagle_config": {
+            "capture_convention": "after",
             "eagle_aux_hidden_state_layer_ids": [b - 1 for b in config.boundaries],
             "use_aux_hidden_state": True,
         },

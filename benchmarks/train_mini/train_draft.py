@@ -21,9 +21,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers, muon
 
-NUM_STEPS = 4  # recurrent steps of the training-time test
-ONE_STEP_SHARE = 0.5  # of the time, at first, with one step: three times as many tokens are seen
-STEP_WEIGHT = 0.8  # every later step counts this much of the one before it
 CAPACITY_FACTOR = 1.5  # the target's experts: few choices are dropped
 
 
@@ -55,7 +52,7 @@ def features_and_logits(config, params, ids, boundaries, capacity_factor=CAPACIT
     return jnp.concatenate([states[b] for b in boundaries], -1), logits
 
 
-def loss_fn(p, config, num_steps, embed, features, logits, ids, draft_ids):
+def loss_fn(p, config, num_steps, step_weight, embed, features, logits, ids, draft_ids):
     """Returns the weighted cross-entropy against the target's distribution, summed over steps.
 
     The label is the target's probability of each draft token; what lies outside the draft's
@@ -66,7 +63,7 @@ def loss_fn(p, config, num_steps, embed, features, logits, ids, draft_ids):
     for s, out in enumerate(draft.unroll(config, p, features, embed, ids, num_steps)):
         want = label[:, s + 1 : s + 1 + out.shape[1]]
         step_loss = -jnp.mean(jnp.sum(want * jax.nn.log_softmax(out), -1))
-        total += STEP_WEIGHT**s * step_loss
+        total += step_weight**s * step_loss
     return total
 
 
@@ -86,15 +83,18 @@ def optimiser(p: dict) -> optax.GradientTransformation:
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6), donate_argnums=(0, 1))
-def train_step(p, state, target_params, ids, config, target_config, num_steps, draft_ids, rate):
+def train_step(
+    p, state, target_params, ids, config, target_config, num_steps, step_weight, draft_ids, rate
+):
     """Returns (parameters, optimiser state, loss)."""
     mesh = jax.make_mesh((jax.device_count(),), ("core",), axis_types=(AxisType.Auto,))
 
     def part(p, target_params, ids):
         features, logits = features_and_logits(target_config, target_params, ids, config.boundaries)
         loss, grads = jax.value_and_grad(loss_fn)(
-            p, config, num_steps, target_params["embed"], features, logits, ids, draft_ids
-        )
+            p, config, num_steps, step_weight, target_params["embed"], features, logits, ids,
+            draft_ids,
+        )  # fmt: skip
         return jax.lax.pmean((loss, grads), "core")
 
     specs = (P(), P(), P("core"))
@@ -121,7 +121,18 @@ def main() -> None:
     parser.add_argument("--start", type=Path, help="a draft's directory to start from")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=1e-2)
+    parser.add_argument("--seed", type=int, default=1, help="of the order of the text")
+    parser.add_argument("--num-steps", type=int, default=4, help="of the training-time test")
+    parser.add_argument(
+        "--one-step-share",
+        type=float,
+        default=0.5,
+        help="of the time, at first, with one step: twice as many tokens are seen",
+    )
+    parser.add_argument(
+        "--step-weight", type=float, default=0.8, help="of a step, over that of the one before"
+    )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     stream = np.load(args.data / "train.npy")
@@ -139,11 +150,11 @@ def main() -> None:
     def save() -> None:
         train_target.save(args.out / "draft.pkl", params=p, draft_ids=draft_ids, step=step)
 
-    for ids in train_target.windows(stream, args.length - 1, args.batch, seed=1):
+    for ids in train_target.windows(stream, args.length - 1, args.batch, args.seed):
         share = (time.time() - began) / (args.minutes * 60)
         if share >= 1:
             break
-        num_steps = 1 if share < ONE_STEP_SHARE else NUM_STEPS
+        num_steps = 1 if share < args.one_step_share else args.num_steps
         rate = args.lr * min(1.0, (step + 1) / 40) * (1 - share)
         p, state, loss = train_step(
             p,
@@ -153,6 +164,7 @@ def main() -> None:
             config,
             target_config,
             num_steps,
+            args.step_weight,
             draft_ids,
             rate,
         )

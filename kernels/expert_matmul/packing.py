@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = ["BLOCK", "GROUP", "PackedInt4", "pack", "unpack"]
+__all__ = ["BLOCK", "GROUP", "PackedInt4", "pack", "planes", "unpack"]
 
 GROUP = 32
 """Elements that share a scale."""
@@ -90,21 +90,26 @@ def unpack(packed: PackedInt4, dtype: jnp.dtype, product: str = "exact") -> jax.
       product: "exact" forms it in f32 and rounds once, to `dtype`; "bfloat16" rounds it to bf16
         on the way, whatever `dtype` is.
     """
-    words = packed.words
-    *lead, out, num_words = words.shape
-    words = words.reshape(*lead, out, num_words // GROUP, GROUP)
-    scales = jnp.moveaxis(packed.scales, -1, -3).astype(jnp.float32)
-    # Plane by plane: XLA:CPU takes twice as long over one broadcast shift. The shift is logical,
-    # because the last nibble holds the word's sign bit.
-    planes = [
-        ((lax.shift_right_logical(words, jnp.full_like(words, 4 * plane)) & 15) - 8).astype(
-            jnp.float32
-        )
-        * scales[..., plane, None]
-        for plane in range(_PLANES)
-    ]
-    weight = jnp.stack(planes, axis=-2).reshape(*lead, out, num_words * 8)
-    weight = weight[..., : packed.in_features]
-    if product == "bfloat16":
-        weight = lax.reduce_precision(weight, exponent_bits=8, mantissa_bits=7)
+    weight = jnp.stack(planes(packed, product), axis=-2)
+    weight = weight.reshape(*packed.words.shape[:-1], -1)[..., : packed.in_features]
     return weight.astype(dtype)
+
+
+def planes(packed: PackedInt4, product: str = "exact") -> list[jax.Array]:
+    """The matrices by nibble plane, eight of f32 [..., out, in / 256, 32]; see `unpack`.
+
+    Plane by plane: XLA:CPU takes twice as long over one broadcast shift.
+    """
+    words = packed.words
+    words = words.reshape(*words.shape[:-1], -1, GROUP)
+    scales = jnp.moveaxis(packed.scales, -1, -3).astype(jnp.float32)
+
+    def plane(index: int) -> jax.Array:
+        # A logical shift, because the last nibble holds the word's sign bit.
+        q = (lax.shift_right_logical(words, jnp.full_like(words, 4 * index)) & 15) - 8
+        weight = q.astype(jnp.float32) * scales[..., index, None]
+        if product == "bfloat16":
+            weight = lax.reduce_precision(weight, exponent_bits=8, mantissa_bits=7)
+        return weight
+
+    return [plane(index) for index in range(_PLANES)]
