@@ -32,6 +32,7 @@ from jaxspec.convert.problems import CheckpointError, Problems
 from jaxspec.convert.source import Source
 from jaxspec.draft import Draft
 from jaxspec.environment import hub_cache
+from jaxspec.sharding import Devices, check_draft, check_target
 from jaxspec.target import Target
 
 __all__ = ["CheckpointError", "load_draft", "load_target", "locate"]
@@ -89,6 +90,8 @@ def load_target(
         "rms_norm_eps": config.rms_norm_eps,
     }
     config = dataclasses.replace(config, latent_norm_eps=eps[latent_norm_eps])
+    if numerics.mesh is not None:
+        check_target(numerics.mesh, config)
     model = abstract_target(config, numerics, found.identity)
     return _fill(model, directory, found, progress)
 
@@ -138,6 +141,8 @@ def load_draft(
         card = TargetCard(target.identity, target.config)
         config = tie(config, card, problems, "when it was loaded")
     problems.raise_any()
+    if numerics.mesh is not None:
+        check_draft(numerics.mesh, config)
     return _fill(abstract_draft(config, numerics, found.identity), directory, found, progress)
 
 
@@ -175,8 +180,11 @@ def _fill[Model: (Target, Draft)](
 ) -> Model:
     """The model, its shapes replaced by the checkpoint's arrays, a piece at a time.
 
-    A stack is allocated once and each layer placed into it: nothing is held twice.
+    A stack is allocated once and each layer placed into it: nothing is held twice. On a mesh each
+    device is sent its own part alone.
     """
+    mesh = model.numerics.mesh
+    devices = None if mesh is None else Devices.of(mesh)
     graph, state = nnx.split(model)
     variables = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
     want = {path: leaf.get_value() for path, (_, leaf) in variables.items()}
@@ -193,11 +201,13 @@ def _fill[Model: (Target, Draft)](
                 )
                 problems.raise_any()
             leaves[path] = array.astype(want[path].dtype, copy=False)
+        if devices is not None:
+            leaves = devices.put(leaves)
         if piece.layer is None:
             filled |= {path: jnp.asarray(array) for path, array in leaves.items()}
         else:
             if new := {path: want[path] for path in leaves if path not in filled}:
-                filled |= _allocate(new)
+                filled |= _allocate(new, devices)
             stacks = {path: filled.pop(path) for path in leaves}
             filled |= _place(stacks, leaves, np.int32(piece.layer))
             del stacks
@@ -211,9 +221,14 @@ def _fill[Model: (Target, Draft)](
     return nnx.merge(graph, nnx.from_flat_state(full))
 
 
-def _allocate(shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+def _allocate(
+    shapes: dict[str, jax.ShapeDtypeStruct], devices: Devices | None
+) -> dict[str, jax.Array]:
     """Zeros of these shapes: one program for all, since each program compiled takes its time."""
-    return jax.jit(lambda: {path: jnp.zeros(s.shape, s.dtype) for path, s in shapes.items()})()
+    where = None if devices is None else devices.shardings(shapes)
+    zeros = {path: functools.partial(jnp.zeros, s.shape, s.dtype) for path, s in shapes.items()}
+    make = jax.jit(lambda: {path: zero() for path, zero in zeros.items()}, out_shardings=where)
+    return make()
 
 
 @functools.partial(jax.jit, donate_argnums=0)
