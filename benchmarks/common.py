@@ -90,8 +90,8 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def write_result(name: str, figures: Mapping[str, Any]) -> Path:
-    """Writes `results/NAME.json`: the figures, and where, when and with which command."""
+def write_result(name: str, figures: Mapping[str, Any], folder: Path = RESULTS) -> Path:
+    """Writes `NAME.json` in a folder: the figures, and where, when and with which command."""
     content = {
         "kind": "measured",
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *_arguments()]),
@@ -105,9 +105,9 @@ def write_result(name: str, figures: Mapping[str, Any]) -> Path:
         },
         **figures,
     }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps(_rounded(content), indent=1) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(rounded(content), indent=1) + "\n")
     return path
 
 
@@ -116,13 +116,13 @@ def _arguments() -> list[str]:
     return [Path(a).name if Path(a).is_absolute() else a for a in sys.argv[1:]]
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """The same, every float in it with four significant digits: more would be noise."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, dict):
-        return {name: _rounded(part) for name, part in value.items()}
-    return [_rounded(part) for part in value] if isinstance(value, list | tuple) else value
+        return {name: rounded(part) for name, part in value.items()}
+    return [rounded(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def held_out_prompts(part: Literal["golden", "evaluation"]) -> list[list[int]]:

@@ -17,7 +17,7 @@ from jaxspec.contracts import Boundaries
 from jaxspec.convert import known_keys, transforms
 from jaxspec.convert.configs import read_rotary
 from jaxspec.convert.fields import Claim, Fields
-from jaxspec.convert.plan import Reader, Rule, UnusedRule, Want, simple_rule
+from jaxspec.convert.plan import Reader, Rule, UnusedRule, Want, simple_rule, vocabulary_rules
 from jaxspec.convert.problems import Problems
 from jaxspec.convert.source import Source
 
@@ -141,7 +141,7 @@ def draft_rules(source: Source, config: DraftConfig, problems: Problems) -> Iter
         *args: int,
     ) -> Rule:
         want = Want(_find(source, f"{name}.weight"), shape)
-        return simple_rule("draft", None, leaf, want, transform, *args)
+        return simple_rule(f"draft.{leaf}", None, leaf, want, transform, *args)
 
     num_chunks = len(c.boundaries.ids) or NUM_DEFAULT_BOUNDARIES
     yield rule("fc", "fc", (width, num_chunks * c.boundaries.width))
@@ -162,9 +162,11 @@ def draft_rules(source: Source, config: DraftConfig, problems: Problems) -> Iter
     yield rule("mlp.up", f"{layer}mlp.up_proj", (hidden, width))
     yield rule("mlp.down", f"{layer}mlp.down_proj", (width, hidden))
     if c.has_embedding:
-        yield rule("embed", "embed_tokens", (c.vocab_size, width), None)
+        embed = Want(_find(source, "embed_tokens.weight"), (c.vocab_size, width))
+        yield from vocabulary_rules("draft.embed", "embed", embed, None)
     if c.has_head:
-        yield rule("head", "lm_head", (c.draft_vocab_size, width))
+        head = Want(_find(source, "lm_head.weight"), (c.draft_vocab_size, width))
+        yield from vocabulary_rules("draft.head", "head", head, transforms.transpose)
     elif c.draft_vocab_size < c.vocab_size:
         problems.add(
             "tensor lm_head.weight is missing, and the target's head cannot take its place: "
@@ -307,7 +309,7 @@ def _vocab_map(source: Source, draft_vocab: int, vocab: int, problems: Problems)
         return (ids.astype(np.int32),)
 
     wants = tuple(want for want in (d2t, t2d) if want is not None)
-    return Rule("draft", None, ("target_of_draft",), wants, build)
+    return Rule("draft.target_of_draft", None, ("target_of_draft",), wants, build)
 
 
 def _check_vocab_map(

@@ -8,9 +8,19 @@ from typing import Any, Literal
 from jaxspec.config import DraftConfig, RotaryConfig, TargetConfig, Yarn
 from jaxspec.contracts import Boundaries
 from jaxspec.convert.fields import Claim
+from jaxspec.convert.plan import Part
 from jaxspec.convert.problems import CheckpointError
 
-__all__ = ["FORMAT", "MANIFEST", "PARTIAL", "Manifest", "is_converted", "read_manifest"]
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "PARTIAL",
+    "Manifest",
+    "is_converted",
+    "part_of",
+    "read_manifest",
+    "write_whole",
+]
 
 FORMAT = "jaxspec-checkpoint-1"
 MANIFEST = "manifest.json"
@@ -26,7 +36,8 @@ class Manifest:
       identity: name and fingerprint of the weights.
       config: what the model is made from.
       leaves: `{"path", "shape", "dtypes", "bytes"}` of each parameter, stacked.
-      pieces: `{"name", "layer"}` of each directory under `params/`, in order.
+      pieces: `{"name", "layer"}` of each directory under `params/`, in order; and `"part"`,
+        `{"axis", "first", "count"}`, of those that hold not all of their leaves' rows.
       sources: `{"file", "bytes", "sha256"}`; the hash is None where nothing was converted.
       unused: `{"tensor", "reason"}` of each source tensor that no parameter is built from.
     """
@@ -44,6 +55,18 @@ class Manifest:
     def to_dict(self) -> dict[str, Any]:
         """The JSON object."""
         return {"format": FORMAT} | dataclasses.asdict(self)
+
+
+def part_of(piece: dict[str, Any]) -> Part | None:
+    """What of its leaves a piece in a manifest holds; None: all."""
+    return Part(**piece["part"]) if "part" in piece else None
+
+
+def write_whole(path: Path, data: Any) -> None:
+    """Writes JSON so that the file is there with all of it, or not at all."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    unfinished.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(path)
 
 
 def is_converted(directory: Path) -> bool:

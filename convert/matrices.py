@@ -1,6 +1,7 @@
 """Matrices as checkpoints store them: plain, float8 in blocks, int4 in groups; and many as one."""
 
 import collections
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -8,10 +9,10 @@ import numpy as np
 from jaxspec.config import TargetConfig
 from jaxspec.convert import transforms
 from jaxspec.convert.configs import Quantization
-from jaxspec.convert.plan import Reader, Rule, Want
+from jaxspec.convert.plan import Part, Reader, Rule, Want, cut
 from jaxspec.convert.source import DTYPES, Source
 
-__all__ = ["Matrices", "experts_rule"]
+__all__ = ["Matrices", "experts_rules"]
 
 NUM_READERS = 8
 """Experts read and repacked at once: numpy and file reads run beside each other."""
@@ -51,21 +52,34 @@ class Matrices:
         )
 
 
-def experts_rule(
+def experts_rules(
     matrices: Matrices, piece: str, layer: int, name: str, config: TargetConfig
-) -> Rule:
-    """The rule of one layer's routed experts: one array per kind, gate before up.
+) -> Iterator[Rule]:
+    """The rules of one layer's routed experts, some of them each.
 
     Args:
       name: what stands before the expert's number, as in `model.layers.3.mlp.experts.`.
     """
+    c = config
+    weights = 3 * c.hidden_size * c.moe_intermediate_size
+    # Packed: half a byte each, and two for the scale of 32. An expert never weighs nothing.
+    expert_bytes = weights * 9 // 16 if c.num_bits else 2 * weights
+    for part_piece, part in cut(piece, 0, c.n_routed_experts, max(expert_bytes, 1)):
+        yield _experts_rule(matrices, part_piece, layer, part, name, config)
+
+
+def _experts_rule(
+    matrices: Matrices, piece: str, layer: int, part: Part | None, name: str, config: TargetConfig
+) -> Rule:
+    """The rule of some experts: one array per kind, gate before up."""
     c, quantization = config, matrices.quantization
+    experts = range(c.n_routed_experts) if part is None else part.rows
     shape_of = {
         "gate": (c.moe_intermediate_size, c.hidden_size),
         "up": (c.moe_intermediate_size, c.hidden_size),
         "down": (c.hidden_size, c.moe_intermediate_size),
     }
-    slots = [(expert, part) for expert in range(c.n_routed_experts) for part in shape_of]
+    slots = [(expert, kind) for expert in experts for kind in shape_of]
     tensor = {slot: f"{name}{slot[0]}.{slot[1]}_proj" for slot in slots}
     is_packed = quantization.kind == "int4"
     if is_packed:
@@ -92,26 +106,26 @@ def experts_rule(
         return transforms.repack_words(words), scales
 
     def build(reader: Reader) -> tuple[np.ndarray, ...]:
-        first = {part: arrays_of(reader, (0, part)) for part in shape_of}
-        gate_up = [_empty(c.n_routed_experts, 2, like=array) for array in first["gate"]]
-        down = [_empty(c.n_routed_experts, like=array) for array in first["down"]]
+        first = {kind: arrays_of(reader, (experts.start, kind)) for kind in shape_of}
+        gate_up = [_empty(len(experts), 2, like=array) for array in first["gate"]]
+        down = [_empty(len(experts), like=array) for array in first["down"]]
         views = {"gate": [s[:, 0] for s in gate_up], "up": [s[:, 1] for s in gate_up], "down": down}
 
         def fill(slot: tuple[int, str]) -> None:
-            expert, part = slot
-            arrays = arrays_of(reader, slot) if expert else first[part]
-            for view, array in zip(views[part], arrays, strict=True):
-                view[expert] = array
+            expert, kind = slot
+            arrays = first[kind] if expert == experts.start else arrays_of(reader, slot)
+            for view, array in zip(views[kind], arrays, strict=True):
+                view[expert - experts.start] = array
 
         with ThreadPoolExecutor(NUM_READERS) as pool:
             # Drawn to the end, so that an error in a thread is raised here.
             collections.deque(pool.map(fill, slots), maxlen=0)
         return (*gate_up, *down)
 
-    parts = ("_words", "_scales") if c.num_bits else ("",)
-    leaves = tuple(f"experts.{kind}{part}" for kind in ("gate_up", "down") for part in parts)
+    suffixes = ("_words", "_scales") if c.num_bits else ("",)
+    leaves = tuple(f"experts.{kind}{suffix}" for kind in ("gate_up", "down") for suffix in suffixes)
     every_want = tuple(want for slot in slots for want in wants[slot])
-    return Rule(piece, layer, leaves, every_want, build)
+    return Rule(piece, layer, leaves, every_want, build, part)
 
 
 def _empty(*lead: int, like: np.ndarray) -> np.ndarray:

@@ -7,8 +7,8 @@ import numpy as np
 
 from jaxspec.config import TargetConfig
 from jaxspec.convert import transforms
-from jaxspec.convert.matrices import Matrices, experts_rule
-from jaxspec.convert.plan import Reader, Rule, UnusedRule, Want, simple_rule
+from jaxspec.convert.matrices import Matrices, experts_rules
+from jaxspec.convert.plan import Reader, Rule, UnusedRule, Want, simple_rule, vocabulary_rules
 from jaxspec.convert.problems import Problems
 from jaxspec.convert.source import Source
 
@@ -68,11 +68,12 @@ def target_rules(
     """The rules of a target, piece by piece in the order of the model."""
     c = config
     vocab = (c.vocab_size, c.hidden_size)
-    yield simple_rule("embed", None, "embed", Want(f"{prefix}embed_tokens.weight", vocab))
+    embed = Want(f"{prefix}embed_tokens.weight", vocab)
+    yield from vocabulary_rules("embed", "embed", embed, None)
     for index in range(c.num_hidden_layers):
         yield from _Layer(matrices, prefix, index, config).rules()
     yield simple_rule("norm", None, "norm.weight", Want(f"{prefix}norm.weight", (c.hidden_size,)))
-    yield simple_rule("head", None, "head", Want(head, vocab), transforms.transpose)
+    yield from vocabulary_rules("head", "head", Want(head, vocab), transforms.transpose)
 
 
 class _Layer:
@@ -99,7 +100,7 @@ class _Layer:
         shared = c.n_shared_experts * c.moe_intermediate_size
         yield from self.mlp("shared", "mlp.shared_experts.", shared)
         experts = f"{self.name}mlp.experts."
-        yield experts_rule(self.matrices, self.piece, self.layer, experts, c)
+        yield from experts_rules(self.matrices, self.piece, self.layer, experts, c)
 
     def attention(self) -> Iterator[Rule]:
         c = self.config

@@ -2,9 +2,10 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +18,7 @@ from jaxspec.convert import drafts, names
 from jaxspec.convert.configs import LatentNormEps, Quantization, read_target_config
 from jaxspec.convert.fields import Claim
 from jaxspec.convert.matrices import Matrices
-from jaxspec.convert.plan import FLOAT, Piece, Reader, Rule, check_plan, make_pieces
+from jaxspec.convert.plan import FLOAT, Piece, Reader, Rule, build_piece, check_plan
 from jaxspec.convert.problems import Problems
 from jaxspec.convert.source import Source
 from jaxspec.draft import Draft
@@ -71,10 +72,19 @@ class Prepared:
     source: Source
     quantization: Quantization
 
-    def pieces(self, problems: Problems, skip: Collection[str] = ()) -> Iterator[Piece]:
+    def rules_by_piece(self) -> dict[str, list[Rule]]:
+        """The rules of each piece, in the order of the model."""
+        groups = itertools.groupby(self.rules, key=lambda rule: rule.piece)
+        return {name: list(rules) for name, rules in groups}
+
+    def reader(self, problems: Problems) -> Reader:
+        """What the rules read with; what is wrong with values goes to `problems`."""
+        return Reader(self.source, problems, self.quantization.block)
+
+    def pieces(self, problems: Problems) -> Iterator[Piece]:
         """Builds the pieces one by one; what is wrong with their values goes to `problems`."""
-        reader = Reader(self.source, problems, self.quantization.block)
-        return make_pieces(self.rules, reader, skip)
+        reader = self.reader(problems)
+        return (build_piece(rules, reader) for rules in self.rules_by_piece().values())
 
 
 def abstract_target(config: TargetConfig, numerics: Numerics, identity: str) -> Target:
@@ -202,12 +212,15 @@ def _fingerprint(function: dict[str, Any], rules: list[Rule], source: Source) ->
     not matter; packed ones as they are stored.
     """
     digest = hashlib.sha256(json.dumps(function, sort_keys=True).encode())
+    seen: set[str] = set()
     for rule in rules:
+        whole = rule.piece.partition(".")[0]  # however it was cut
         for name in (name for want in rule.wants for name in want.names):
             tensor = source.tensors[name]
-            if _LATER_EXPERT.search(name):
+            if _LATER_EXPERT.search(name) or name in seen:
                 continue
-            digest.update(f"{rule.piece} {rule.leaves} {tensor.shape}".encode())
-            rows = source.read(name, None if len(tensor.shape) < 2 else 1)
+            seen.add(name)
+            digest.update(f"{whole} {rule.leaves} {tensor.shape}".encode())
+            rows = source.read(name, None if len(tensor.shape) < 2 else range(1))
             digest.update((rows.astype(np.float32) if tensor.dtype in FLOAT else rows).tobytes())
     return digest.hexdigest()[:12]

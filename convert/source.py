@@ -82,13 +82,15 @@ class Source:
             self._compare_with(index, problems)
         problems.raise_any()
 
-    def read(self, name: str, rows: int | None = None) -> np.ndarray:
-        """The tensor, or its first `rows` rows, in the file's own element type."""
+    def read(self, name: str, rows: range | None = None) -> np.ndarray:
+        """The tensor, or some of its rows, in the file's own element type."""
         info = self.tensors[name]
-        shape = info.shape if rows is None else (rows, *info.shape[1:])
         dtype, path = DTYPES[info.dtype], self.directory / info.file
-        flat = np.fromfile(path, dtype, count=math.prod(shape), offset=info.offset)
-        return flat.reshape(shape)
+        shape, offset = info.shape, info.offset
+        if rows is not None:
+            shape = (len(rows), *info.shape[1:])
+            offset += rows.start * math.prod(info.shape[1:]) * dtype.itemsize
+        return np.fromfile(path, dtype, count=math.prod(shape), offset=offset).reshape(shape)
 
     def _read_index(self, problems: Problems) -> dict[str, str] | None:
         """File name of every tensor, or None for a checkpoint without an index."""

@@ -18,11 +18,19 @@ __all__ = [
 
 NIBBLES = 8  # of a 32-bit word
 ZERO_WORD = 0x88888888  # eight times q = 0, stored as q + 8
+TRANSPOSED_ROWS = 32
+REPACKED_BLOCKS = 2048
+"""Blocks of 256 weights that are repacked at a time: 256 KiB, which stays in a core's cache."""
 
 
 def transpose(weight: np.ndarray) -> np.ndarray:
     """[in, out] of torch's [out, in]."""
-    return np.ascontiguousarray(weight.T)
+    out = np.empty(weight.shape[::-1], weight.dtype)
+    # Some rows at a time: written to memory in whole cache lines, 2.7 times as fast as at once.
+    for row in range(0, len(weight), TRANSPOSED_ROWS):
+        rows = slice(row, row + TRANSPOSED_ROWS)
+        out[:, rows] = weight[rows].T
+    return out
 
 
 def heads_out(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -76,19 +84,41 @@ def repack_words(words: np.ndarray) -> np.ndarray:
     """The kernel's int32 words [out, padded in / 8] of compressed-tensors' [out, in / 8].
 
     There, nibble b of word w is element 8 w + b. Here, in each block of 256, nibble i of word c is
-    element 32 i + c: word w = 4 i + c // 8 and nibble c % 8 of the other.
+    element 32 i + c: word w = 4 i + c // 8 and nibble c % 8 of the other. So of a block's words
+    [8, 4], each column of 8 words is a square of 8 x 8 nibbles, which is transposed.
     """
     out, num_words = words.shape
-    missing = padded(num_words * NIBBLES) // NIBBLES - num_words
-    words = np.pad(words.view(np.uint32), [(0, 0), (0, missing)], constant_values=ZERO_WORD)
-    planes = words.reshape(out, -1, BLOCK // GROUP, GROUP // NIBBLES)
-    shifts = 4 * np.arange(NIBBLES, dtype=np.uint32)
-    packed = np.zeros((out, planes.shape[1], GROUP), np.uint32)
-    for plane in range(BLOCK // GROUP):
-        # The mask comes after the shift, and the words are unsigned: no sign bit is smeared.
-        nibbles = (planes[:, :, plane, :, None] >> shifts) & np.uint32(15)
-        packed |= nibbles.reshape(packed.shape) << np.uint32(4 * plane)
-    return packed.reshape(out, -1).view(np.int32)
+    words = words.view(np.uint32)
+    if missing := padded(num_words * NIBBLES) // NIBBLES - num_words:
+        words = np.pad(words, [(0, 0), (0, missing)], constant_values=ZERO_WORD)
+    blocks_N84 = np.ascontiguousarray(words).reshape(-1, NIBBLES, 4)
+    packed_N48 = np.empty((len(blocks_N84), 4, NIBBLES), np.uint32)
+    for first in range(0, len(blocks_N84), REPACKED_BLOCKS):
+        part = slice(first, first + REPACKED_BLOCKS)
+        # Four words are one item of 16 bytes: numpy moves those five times as fast.
+        rows_N8 = blocks_N84[part].reshape(-1, NIBBLES * 4).view(np.complex128)
+        squares_8M = np.ascontiguousarray(rows_N8.T).view(np.uint32)
+        _transpose_nibbles(squares_8M)
+        packed_N48[part] = squares_8M.reshape(NIBBLES, -1, 4).transpose(1, 2, 0)
+    return packed_N48.reshape(out, -1).view(np.int32)
+
+
+def _transpose_nibbles(squares_8M: np.ndarray) -> None:
+    """Transposes squares of 8 words of 8 nibbles in place, M of them side by side.
+
+    By halves: the upper right quarter changes places with the lower left one, and then the same is
+    done within each quarter. The masks come after the shifts, and the words are unsigned: no sign
+    bit is smeared.
+    """
+    for distance, mask in ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F)):
+        halves = squares_8M.reshape(NIBBLES // (2 * distance), 2, distance, -1)
+        upper, lower, shift = halves[:, 0], halves[:, 1], np.uint32(4 * distance)
+        differing = upper >> shift
+        differing ^= lower
+        differing &= np.uint32(mask)
+        lower ^= differing
+        differing <<= shift
+        upper ^= differing
 
 
 def repack_scales(scale: np.ndarray, group_size: int) -> np.ndarray:

@@ -1,15 +1,7 @@
-"""Conversion: a Hugging Face directory in, a directory of Orbax checkpoints and a manifest out.
-
-A piece (a layer, the embedding, ...) at a time is in memory. Everything is written into
-`DST.partial`; its manifest comes last, and one rename makes it `DST`. So what is called `DST` is
-complete, and a conversion that was killed goes on where it stopped.
-"""
+"""Conversion: a Hugging Face directory in, a directory of Orbax checkpoints and a manifest out."""
 
 import dataclasses
-import hashlib
-import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +10,9 @@ import numpy as np
 from jaxspec.aliases import Convention, PathLike, Progress
 from jaxspec.config import DraftConfig, Numerics, TargetConfig
 from jaxspec.convert.configs import LatentNormEps
+from jaxspec.convert.conversion import files_of, write_checkpoint
 from jaxspec.convert.drafts import is_draft
-from jaxspec.convert.manifest import MANIFEST, PARTIAL, Manifest, is_converted, read_manifest
+from jaxspec.convert.manifest import Manifest, is_converted, read_manifest
 from jaxspec.convert.plan import leaf_dtypes
 from jaxspec.convert.prepare import (
     Experts,
@@ -31,22 +24,11 @@ from jaxspec.convert.prepare import (
     prepare_draft,
     prepare_target,
 )
-from jaxspec.convert.problems import CheckpointError, Problems
+from jaxspec.convert.problems import CheckpointError
 from jaxspec.convert.source import Source
-from jaxspec.convert.store import is_written, remove_unfinished, writing_to
 from jaxspec.version import version
 
 __all__ = ["ConversionReport", "ConvertConfig", "convert", "manifest_of", "prepare", "read_card"]
-
-COPIED = (
-    "chat_template.jinja",
-    "generation_config.json",
-    "special_tokens_map.json",
-    "tiktoken.model",
-    "tokenizer.json",
-    "tokenizer_config.json",
-)
-"""Files that go along as they are: a converted target needs its tokenizer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,11 +100,13 @@ def convert(
 
     Args:
       is_dry_run: checks everything that headers can show, and writes nothing.
-      progress: called as progress(what, done, total).
+      progress: called as progress("converting", done, total) with bytes of the source; first with
+        those that an earlier run has converted.
 
     Raises:
-      CheckpointError: everything that is wrong with the source, or a destination that exists.
-        Nothing is left behind.
+      CheckpointError: everything that is wrong with the source, a destination that exists or has
+        no room, or an earlier run that was another conversion. Nothing that was there is lost; a
+        source that is wrong leaves nothing behind.
     """
     source, destination, config = Path(source), Path(destination), config or ConvertConfig()
     if destination.exists():
@@ -132,16 +116,7 @@ def convert(
     prepared = prepare(source, config)
     manifest, num_kept = manifest_of(prepared), 0
     if not is_dry_run:
-        partial = destination.with_name(f"{destination.name}.{PARTIAL}")
-        num_kept = _write(prepared, manifest, partial, progress)
-        sources = _hash(prepared.source, progress)
-        manifest = dataclasses.replace(manifest, sources=sources)
-        for file in COPIED:
-            if (source / file).is_file():
-                shutil.copyfile(source / file, partial / file)
-        (partial / f"{PARTIAL}.json").unlink()
-        (partial / MANIFEST).write_text(json.dumps(manifest.to_dict(), indent=1) + "\n")
-        partial.rename(destination)
+        manifest, num_kept = write_checkpoint(prepared, manifest, destination, progress)
     return ConversionReport(source, destination, is_dry_run, num_kept, manifest)
 
 
@@ -195,13 +170,18 @@ def manifest_of(prepared: Prepared) -> Manifest:
                 path, {"path": path, "shape": list(shape), "dtypes": [], "bytes": 0}
             )
             leaf["dtypes"] = sorted({*leaf["dtypes"], dtype})
-            in_rule = math.prod(shape if rule.layer is None else shape[1:])
-            leaf["bytes"] += in_rule * np.dtype(dtype).itemsize
+            shape = shape if rule.layer is None else shape[1:]
+            if rule.part is not None:
+                shape = [*shape[: (a := rule.part.axis)], rule.part.count, *shape[a + 1 :]]
+            leaf["bytes"] += math.prod(shape) * np.dtype(dtype).itemsize
     assert leaves.keys() == shapes.keys(), "every parameter is built, and nothing else"
-    pieces = {rule.piece: {"name": rule.piece, "layer": rule.layer} for rule in prepared.rules}
+    pieces: dict[str, dict[str, Any]] = {}
+    for rule in prepared.rules:
+        part = {} if rule.part is None else {"part": dataclasses.asdict(rule.part)}
+        pieces[rule.piece] = {"name": rule.piece, "layer": rule.layer} | part
     files = [
         {"file": path.name, "bytes": path.stat().st_size, "sha256": None}
-        for path in _files(prepared.source)
+        for path in files_of(prepared.source)
     ]
     return Manifest(
         prepared.kind,
@@ -214,69 +194,3 @@ def manifest_of(prepared: Prepared) -> Manifest:
         prepared.unused,
         version(),
     )
-
-
-def _write(prepared: Prepared, manifest: Manifest, partial: Path, progress: Progress | None) -> int:
-    """Writes every piece into `partial`; returns how many were there already.
-
-    Values that are no numbers are looked for to the end, so that all are reported together, but
-    nothing is written after the first, and `partial` is removed.
-    """
-    kept = _resume(manifest, partial)
-    problems, params = Problems(str(prepared.source.directory)), partial / "params"
-
-    with writing_to(params) as write:
-        for done, piece in enumerate(prepared.pieces(problems, kept), start=len(kept) + 1):
-            if not problems.found:
-                write(piece)
-            del piece  # before the next one is built
-            if progress is not None:
-                progress("converting", done, len(manifest.pieces))
-    if problems.found:
-        shutil.rmtree(partial)
-        problems.raise_any()
-    return len(kept)
-
-
-def _resume(manifest: Manifest, partial: Path) -> set[str]:
-    """Names of the pieces that `partial` holds already, of the same conversion.
-
-    Raises:
-      CheckpointError: it holds another one.
-    """
-    plan, record = json.loads(json.dumps(manifest.to_dict())), partial / f"{PARTIAL}.json"
-    if not partial.exists():
-        partial.mkdir(parents=True)
-        record.write_text(json.dumps(plan))
-        return set()
-    try:
-        found = json.loads(record.read_text())
-    except (OSError, ValueError):
-        found = None
-    if found != plan:
-        raise CheckpointError(
-            str(partial),
-            ["is left from another conversion that did not finish; remove it and convert again"],
-        )
-    remove_unfinished(partial / "params")
-    names = (piece["name"] for piece in manifest.pieces)
-    return {name for name in names if is_written(partial / "params", name)}
-
-
-def _files(source: Source) -> list[Path]:
-    """Every file that a conversion reads."""
-    others = ("config.json", "model.safetensors.index.json", *COPIED)
-    names = [name for name in others if (source.directory / name).is_file()]
-    return [source.directory / name for name in (*names, *source.files)]
-
-
-def _hash(source: Source, progress: Progress | None) -> list[dict[str, Any]]:
-    """Name, size and SHA-256 of every file that was read."""
-    files, hashed = _files(source), []
-    for done, path in enumerate(files, start=1):
-        with path.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        hashed.append({"file": path.name, "bytes": path.stat().st_size, "sha256": digest})
-        if progress is not None:
-            progress("hashing", done, len(files))
-    return hashed

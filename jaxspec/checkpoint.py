@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jaxspec.aliases import Convention, PathLike, Progress
 from jaxspec.config import DraftConfig, Numerics, TargetConfig
 from jaxspec.convert.configs import TRANSFORMERS_EPS, LatentNormEps
 from jaxspec.convert.drafts import NUM_DEFAULT_BOUNDARIES, UNTIED, is_draft
-from jaxspec.convert.manifest import Manifest, is_converted, read_manifest
+from jaxspec.convert.manifest import Manifest, is_converted, part_of, read_manifest
 from jaxspec.convert.plan import Piece
 from jaxspec.convert.prepare import (
     Experts,
@@ -38,6 +39,8 @@ from jaxspec.target import Target
 __all__ = ["CheckpointError", "load_draft", "load_target", "locate"]
 
 DEFAULT_NUMERICS = Numerics()
+Box = tuple[np.ndarray, np.ndarray]
+"""Where a part of a parameter begins and ends, along every axis."""
 
 
 def locate(path: PathLike) -> Path:
@@ -170,9 +173,10 @@ def _pieces(
     # Orbax takes half a second to import, and only a converted checkpoint needs it.
     from jaxspec.convert.store import read_piece
 
-    params = directory / "params"
-    names = ((piece["name"], piece["layer"]) for piece in found.pieces)
-    return len(found.pieces), (read_piece(params, *name) for name in names)
+    params, pieces = directory / "params", found.pieces
+    return len(pieces), (
+        read_piece(params, piece["name"], piece["layer"], part_of(piece)) for piece in pieces
+    )
 
 
 def _fill[Model: (Target, Draft)](
@@ -180,61 +184,145 @@ def _fill[Model: (Target, Draft)](
 ) -> Model:
     """The model, its shapes replaced by the checkpoint's arrays, a piece at a time.
 
-    A stack is allocated once and each layer placed into it: nothing is held twice. On a mesh each
-    device is sent its own part alone.
+    Nothing is held twice, and on a mesh each device is sent its own part alone.
     """
-    mesh = model.numerics.mesh
-    devices = None if mesh is None else Devices.of(mesh)
     graph, state = nnx.split(model)
     variables = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
     want = {path: leaf.get_value() for path, (_, leaf) in variables.items()}
-    filled: dict[str, jax.Array] = {}
+    mesh = model.numerics.mesh
+    shardings = None if mesh is None else Devices.of(mesh).shardings(want)
+    shares = _shares(want, shardings)
+    seen: set[str] = set()
     problems = Problems(str(directory))
     total, pieces = _pieces(found, directory, problems)
     for done, piece in enumerate(pieces, start=1):
         leaves = {}
         for path, array in piece.leaves.items():
-            if path not in want or array.shape != want[path].shape[piece.layer is not None :]:
+            if path not in want or array.shape != _shape_of(piece, want[path]):
                 problems.add(
                     f"piece {piece.name} holds {path} {list(array.shape)}, which this model's "
                     "config has no room for"
                 )
                 problems.raise_any()
             leaves[path] = array.astype(want[path].dtype, copy=False)
-        if devices is not None:
-            leaves = devices.put(leaves)
-        if piece.layer is None:
-            filled |= {path: jnp.asarray(array) for path, array in leaves.items()}
-        else:
-            if new := {path: want[path] for path in leaves if path not in filled}:
-                filled |= _allocate(new, devices)
-            stacks = {path: filled.pop(path) for path in leaves}
-            filled |= _place(stacks, leaves, np.int32(piece.layer))
-            del stacks
+        for share in shares:
+            share.take(piece, leaves)
+        seen |= leaves.keys()
         del piece, leaves, array  # before the next piece is read
         if progress is not None:
             progress(f"loading {directory.name}", done, total)
-    if missing := want.keys() - filled.keys():
+    if missing := want.keys() - seen:
         problems.add(f"no piece holds {', '.join(sorted(missing))}")
     problems.raise_any()
+    if shardings is None:
+        filled = shares[0].arrays
+    else:
+        filled = {
+            path: jax.make_array_from_single_device_arrays(
+                shape.shape, shardings[path], [share.arrays[path] for share in shares]
+            )
+            for path, shape in want.items()
+        }
     full = [(path, leaf.replace(filled[name])) for name, (path, leaf) in variables.items()]
     return nnx.merge(graph, nnx.from_flat_state(full))
 
 
-def _allocate(
-    shapes: dict[str, jax.ShapeDtypeStruct], devices: Devices | None
-) -> dict[str, jax.Array]:
-    """Zeros of these shapes: one program for all, since each program compiled takes its time."""
-    where = None if devices is None else devices.shardings(shapes)
-    zeros = {path: functools.partial(jnp.zeros, s.shape, s.dtype) for path, s in shapes.items()}
-    make = jax.jit(lambda: {path: zero() for path, zero in zeros.items()}, out_shardings=where)
-    return make()
+class _Share:
+    """What one device holds of a model that is being filled.
+
+    Attributes:
+      arrays: by parameter. A stack is allocated once, and each piece placed into it.
+    """
+
+    def __init__(
+        self, want: dict[str, jax.ShapeDtypeStruct], box: dict[str, Box], device: Any | None
+    ) -> None:
+        """Args:
+        box: the part of each parameter that it holds.
+        device: None is the default one.
+        """
+        self._want, self._box, self._device = want, box, device
+        self.arrays: dict[str, jax.Array] = {}
+
+    def take(self, piece: Piece, leaves: dict[str, np.ndarray]) -> None:
+        """Keeps what belongs here of a piece."""
+        mine, starts = {}, {}
+        for path, leaf in leaves.items():
+            first = np.zeros(len(self._want[path].shape), np.int32)
+            given = _start_of(piece)
+            first[: len(given)] = given
+            leaf = leaf.reshape((1,) * (len(first) - leaf.ndim) + leaf.shape)
+            begin, end = self._box[path]
+            low, high = np.maximum(first, begin), np.minimum(first + leaf.shape, end)
+            if (low < high).all():
+                cut = tuple(map(slice, low - first, high - first))
+                mine[path], starts[path] = leaf[cut], (low - begin).astype(np.int32)
+        if piece.layer is None and piece.part is None:
+            self.arrays |= jax.device_put(mine, self._device)
+            return
+        if new := [path for path in mine if path not in self.arrays]:
+            self.arrays |= self._allocate(new)
+        stacks = {path: self.arrays.pop(path) for path in mine}
+        self.arrays |= _place(stacks, mine, starts)
+
+    def _allocate(self, paths: list[str]) -> dict[str, jax.Array]:
+        """Zeros for all of them by one program, since each one compiled takes its time."""
+
+        def zeros() -> dict[str, jax.Array]:
+            shapes = {path: np.subtract(*self._box[path][::-1]).tolist() for path in paths}
+            return {
+                path: jnp.zeros(shape, self._want[path].dtype) for path, shape in shapes.items()
+            }
+
+        where = None if self._device is None else SingleDeviceSharding(self._device)
+        return jax.jit(zeros, out_shardings=where)()
+
+
+def _shares(
+    want: dict[str, jax.ShapeDtypeStruct], shardings: dict[str, NamedSharding] | None
+) -> list[_Share]:
+    """The shares of this process's devices, in the order in which a sharding lists them."""
+    if shardings is None:
+        return [_Share(want, {path: _box(s.shape) for path, s in want.items()}, None)]
+    boxes: dict[Any, dict[str, Box]] = {}
+    for path, shape in want.items():
+        cuts = shardings[path].addressable_devices_indices_map(shape.shape)
+        for device, cut in cuts.items():
+            boxes.setdefault(device, {})[path] = _box(shape.shape, cut)
+    return [_Share(want, box, device) for device, box in boxes.items()]
+
+
+def _box(shape: tuple[int, ...], cut: tuple[slice, ...] | None = None) -> Box:
+    """First and end along every axis, of a cut or of all."""
+    cut = cut or (slice(None),) * len(shape)
+    bounds = [one.indices(size)[:2] for one, size in zip(cut, shape, strict=True)]
+    begin, end = np.asarray(bounds, np.int32).reshape(-1, 2).T
+    return begin, end
+
+
+def _shape_of(piece: Piece, want: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    """The shape of what a piece holds of a parameter."""
+    shape = want.shape[piece.layer is not None :]
+    if piece.part is None:
+        return shape
+    axis = piece.part.axis
+    return (*shape[:axis], piece.part.count, *shape[axis + 1 :])
+
+
+def _start_of(piece: Piece) -> list[int]:
+    """Where in its parameters a piece begins, along their first axes; at 0 along the others."""
+    start = [] if piece.layer is None else [piece.layer]
+    if piece.part is not None:
+        start += [0] * piece.part.axis + [piece.part.first]
+    return start
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _place(
-    stacks: dict[str, jax.Array], leaves: dict[str, Any], layer: jax.Array
+    stacks: dict[str, jax.Array], leaves: dict[str, Any], starts: dict[str, Any]
 ) -> dict[str, jax.Array]:
-    """The stacks with one layer replaced, in place."""
-    put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=layer, axis=0)
-    return {path: put(stack, leaves[path]) for path, stack in stacks.items()}
+    """The stacks with the leaves in their place, which is written to and not copied."""
+    return {
+        path: jax.lax.dynamic_update_slice(stack, leaves[path], list(starts[path]))
+        for path, stack in stacks.items()
+    }

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_t
 
 import typer
 
-from jaxspec.aliases import Convention, Dtype
+from jaxspec.aliases import CacheLayout, Convention, Dtype
 from jaxspec.errors import InputError
 from jaxspec.flags import (
+    CacheFlag,
     CaptureFlag,
     ChatFlag,
     CompileCacheFlag,
@@ -22,6 +23,7 @@ from jaxspec.flags import (
     DraftFlag,
     DtypeFlag,
     JsonFlag,
+    MeshFlag,
     PromptArgument,
     PromptFileFlag,
     TargetFlag,
@@ -31,7 +33,7 @@ from jaxspec.version import version
 
 if TYPE_CHECKING:
     from jaxspec.commands import ModelFlags
-    from jaxspec.config import TreeConfig
+    from jaxspec.config import MeshConfig, TreeConfig
 
 __all__ = ["app", "main"]
 
@@ -122,6 +124,8 @@ def generate(
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past it.")] = False,
     dtype: DtypeFlag = None,
+    mesh: MeshFlag = None,
+    cache: CacheFlag = None,
     implementation: Annotated[
         str | None,
         typer.Option(
@@ -156,7 +160,11 @@ def generate(
 
     if ceiling and draft == "none":
         raise InputError("--ceiling is of a tree, and --draft none has none")
-    models = _models(target, draft, capture, capture_convention, dtype, implementation)
+    if ceiling and mesh is not None:
+        raise InputError("--ceiling is measured on one device: drop --mesh, or --ceiling")
+    models = _models(
+        target, draft, capture, capture_convention, dtype, implementation, _mesh(mesh, cache)
+    )
     sglang = (speculative_num_steps, speculative_eagle_topk, speculative_num_draft_tokens)
     flags = GenerateFlags(
         models=models,
@@ -217,6 +225,8 @@ def record(
     capture: CaptureFlag = None,
     capture_convention: ConventionFlag = None,
     dtype: DtypeFlag = None,
+    mesh: MeshFlag = None,
+    cache: CacheFlag = None,
     prompt_file: PromptFileFlag = None,
     tokens: TokensFlag = None,
     chat: ChatFlag = False,
@@ -236,7 +246,7 @@ def record(
     from jaxspec.commands import PromptFlags, run_record
     from jaxspec.console import Display
 
-    models = _models(target, draft, capture, capture_convention, dtype, None)
+    models = _models(target, draft, capture, capture_convention, dtype, None, _mesh(mesh, cache))
     kept = () if boundaries == "none" else _ids("--boundaries", boundaries)
     with Display() as display:
         done = run_record(
@@ -295,7 +305,7 @@ def convert(
             destination,
             config,
             is_dry_run=dry_run,
-            progress=display.progress,
+            progress=display.progress_bytes,
         )
         if not as_json:
             display.say(report.summary())
@@ -370,6 +380,7 @@ def _models(
     convention: Convention | None,
     dtype: Dtype | None,
     implementation: str | None,
+    mesh: "MeshConfig | None" = None,
 ) -> "ModelFlags":
     import jax
 
@@ -384,8 +395,19 @@ def _models(
     if implementation not in (None, *known):
         raise InputError(f"--implementation is {implementation!r}; there are {' and '.join(known)}")
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    numerics = Numerics(dtype=dtype, implementation=cast("Any", implementation))
+    numerics = Numerics(dtype=dtype, implementation=cast("Any", implementation), mesh=mesh)
     return ModelFlags(target, draft, _ids("--capture", capture), convention, numerics)
+
+
+def _mesh(text: str | None, cache: CacheLayout | None) -> "MeshConfig | None":
+    """The mesh, if one was asked for."""
+    from jaxspec.config import MeshConfig
+
+    if text is None:
+        if cache is not None:
+            raise InputError(f"--cache {cache} is of a mesh: give one with --mesh, as in 1x8")
+        return None
+    return MeshConfig.parse(text, cache or "replicated")
 
 
 def _ids(flag: str, text: str | None) -> tuple[int, ...] | None:

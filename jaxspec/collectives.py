@@ -11,6 +11,7 @@ by the same program, on every device alike; none is taken from a part that only 
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -126,11 +127,27 @@ def attend_latents(
     here, send every head's part to the device that has the head, merge there by log-sum-exp. Two
     collectives a layer. See `mla_attention` for the arguments.
     """
-    attend = functools.partial(mla_attention, scale=scale, implementation=implementation)
-    cache, new = (latent_LBSC, rotary_LBSR, layer), (new_latent_BTC, new_rotary_BTR)
+
+    def attend(q_latent: jax.Array, q_rotary: jax.Array, kv_len: jax.Array, sees: Any) -> Part:
+        return Part(
+            *mla_attention(
+                q_latent,
+                q_rotary,
+                latent_LBSC,
+                rotary_LBSR,
+                layer,
+                kv_len,
+                new_latent_BTC,
+                new_rotary_BTR,
+                sees,
+                scale=scale,
+                implementation=implementation,
+            )
+        )
+
     stripe = stripe_of(mesh)
     if mesh is None or stripe is None:
-        return attend(q_latent_BTNC, q_rotary_BTNR, *cache, kv_len_B, *new, sees_BTT)[0]
+        return attend(q_latent_BTNC, q_rotary_BTNR, kv_len_B, sees_BTT).out
     batch, tokens, num_held, width = q_latent_BTNC.shape
     # One gather of both parts of the queries, and one exchange of outputs and log-sum-exps.
     q_BTNA = jnp.concatenate([q_latent_BTNC, q_rotary_BTNR], axis=-1)
@@ -139,9 +156,9 @@ def attend_latents(
     if sees_BTT is None:
         sees_BTT = jnp.broadcast_to(jnp.tri(tokens, dtype=bool), (batch, tokens, tokens))
     sees_BTT &= stripe.index == 0
-    kv_len_B = stripe.num_filled(kv_len_B)
-    out_BTNC, lse_BTN = attend(*jnp.split(q_BTNA, [width], axis=-1), *cache, kv_len_B, *new, sees_BTT)
-    part_BTNA = jnp.concatenate([out_BTNC.astype(jnp.float32), lse_BTN[..., None]], axis=-1)
+    q_parts = jnp.split(q_BTNA, [width], axis=-1)
+    mine = attend(*q_parts, stripe.num_filled(kv_len_B), sees_BTT)
+    part_BTNA = jnp.concatenate([mine.out.astype(jnp.float32), mine.lse[..., None]], axis=-1)
     part_BTANA = part_BTNA.reshape(batch, tokens, mesh.model, num_held, width + 1)
     part_ABTNA = lax.all_to_all(part_BTANA, GROUP, split_axis=2, concat_axis=0)
     parts = [Part(part[..., :-1], part[..., -1]) for part in part_ABTNA]

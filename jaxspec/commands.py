@@ -341,11 +341,18 @@ def _header(flags: GenerateFlags, target: Target, draft: Draft | None) -> dict[s
             "chat": flags.prompts.use_chat,
             "dtype": models.numerics.dtype,
             "implementation": implementations(target, config),
+            **_mesh_of(models),
         },
         "target_hash": target.identity,
         "draft_hash": None if draft is None else draft.identity,
         "machine": machine(),
     }
+
+
+def _mesh_of(models: ModelFlags) -> dict[str, str]:
+    """The mesh and the cache's layout on it; nothing without a mesh, so that old files go on."""
+    mesh = models.numerics.mesh
+    return {} if mesh is None else {"mesh": str(mesh), "cache": mesh.cache}
 
 
 class _Printer:

@@ -10,7 +10,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from jaxspec.aliases import Dtype
+from jaxspec.aliases import CacheLayout, Dtype
 from jaxspec.contracts import Boundaries
 from jaxspec.errors import InputError
 
@@ -151,12 +151,10 @@ class MeshConfig:
 
     data: int
     model: int
-    cache: Literal["replicated", "slots"] = "replicated"
+    cache: CacheLayout = "replicated"
 
     @classmethod
-    def parse(
-        cls, text: str, cache: Literal["replicated", "slots"] = "replicated"
-    ) -> "MeshConfig":
+    def parse(cls, text: str, cache: CacheLayout = "replicated") -> "MeshConfig":
         """The mesh written as `1x8`.
 
         Raises:

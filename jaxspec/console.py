@@ -1,6 +1,7 @@
 """Progress on stderr, for whoever looks at a terminal; nothing anywhere else."""
 
 import contextlib
+import datetime
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
@@ -9,11 +10,14 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.text import Text
 
 __all__ = ["Display"]
 
@@ -43,13 +47,12 @@ class Display:
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Shows that `done` of `total` parts of something are done; away with it after the last."""
-        if what not in self._tasks:
-            self._add(what, total)
-        if self._progress is not None:
-            count = f"{done} of {total}"
-            self._progress.update(self._tasks[what], completed=done, total=total, count=count)
-        if done >= total:
-            self._remove(what)
+        self._show(what, done, total, f"{done} of {total}", in_bytes=False)
+
+    def progress_bytes(self, what: str, done: int, total: int) -> None:
+        """The same of bytes, with the bytes per second since the first call and the time left."""
+        count = f"{done / 1e9:.1f} of {total / 1e9:.1f} GB"
+        self._show(what, done, total, count, in_bytes=True)
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -64,7 +67,15 @@ class Display:
         """Prints lines to stderr, terminal or not."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def _add(self, what: str, total: int | None) -> None:
+    def _show(self, what: str, done: int, total: int, count: str, *, in_bytes: bool) -> None:
+        if what not in self._tasks:
+            self._add(what, total, done, in_bytes=in_bytes)
+        if self._progress is not None:
+            self._progress.update(self._tasks[what], completed=done, total=total, count=count)
+        if done >= total:
+            self._remove(what)
+
+    def _add(self, what: str, total: int | None, done: int = 0, *, in_bytes: bool = False) -> None:
         if self._progress is None:
             # Rich would by itself send what is printed to stdout to this console, stderr.
             self._progress = Progress(
@@ -73,6 +84,7 @@ class Display:
                 BarColumn(),
                 TextColumn("{task.fields[count]}"),
                 TimeElapsedColumn(),
+                _Rate(),
                 console=self._console,
                 transient=True,
                 redirect_stdout=False,
@@ -80,7 +92,10 @@ class Display:
                 disable=not self._console.is_terminal,
             )
             self._progress.start()
-        self._tasks[what] = self._progress.add_task(what, total=total, count="")
+        # What is done already says nothing about the speed, and is no step.
+        self._tasks[what] = self._progress.add_task(
+            what, total=total, completed=done, count="", in_bytes=in_bytes
+        )
 
     def _remove(self, what: str) -> None:
         task = self._tasks.pop(what)
@@ -89,3 +104,15 @@ class Display:
             if not self._tasks:
                 self._progress.stop()
                 self._progress = None
+
+
+class _Rate(ProgressColumn):
+    """Speed and time left of what is counted in bytes, once there is a speed."""
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        if not task.fields["in_bytes"] or not task.speed or task.time_remaining is None:
+            return Text("")
+        left = datetime.timedelta(seconds=int(task.time_remaining))
+        return Text(f"{task.speed / 1e6:.0f} MB/s, {left} left")

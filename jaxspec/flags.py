@@ -5,9 +5,10 @@ from typing import Annotated
 
 import typer
 
-from jaxspec.aliases import Convention, Dtype
+from jaxspec.aliases import CacheLayout, Convention, Dtype
 
 __all__ = [
+    "CacheFlag",
     "CaptureFlag",
     "ChatFlag",
     "CompileCacheFlag",
@@ -15,6 +16,7 @@ __all__ = [
     "DraftFlag",
     "DtypeFlag",
     "JsonFlag",
+    "MeshFlag",
     "PromptArgument",
     "PromptFileFlag",
     "TargetFlag",
@@ -61,6 +63,23 @@ DtypeFlag = Annotated[
     typer.Option(
         "--dtype",
         help="Of weights, activations and caches. Default: float32 on a CPU, bfloat16 elsewhere.",
+    ),
+]
+MeshFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh",
+        metavar="DATAxMODEL",
+        help="Devices, as in 1x8: DATA groups of them share the prompts, the MODEL devices of a "
+        "group every layer. Default: one device.",
+    ),
+]
+CacheFlag = Annotated[
+    CacheLayout | None,
+    typer.Option(
+        "--cache",
+        help="On a mesh, whether each device of a group keeps all of the target's cache, or its "
+        "share of the slots. Default: replicated.",
     ),
 ]
 PromptArgument = Annotated[str | None, typer.Argument(metavar="PROMPT", help="Text.")]

@@ -21,7 +21,7 @@ from jaxspec.config import TargetConfig, TreeConfig
 from jaxspec.contracts import Boundaries
 from jaxspec.draft import Draft
 from jaxspec.errors import InputError
-from jaxspec.kernels import expert_matmul, mla_attention
+from jaxspec.kernels import expert_matmul, mla_attention, tree_verify
 from jaxspec.sampling import Sampling
 from jaxspec.sharding import devices_of, specs_of
 from jaxspec.step import Admission, Settings, State, Status, decode, empty_state, prefill
@@ -374,7 +374,6 @@ class Generator:
         self._state = dataclasses.replace(self._state, **new)
 
 
-
 def implementations(target: Target, config: GenerateConfig) -> dict[str, str]:
     """The implementation that each kernel with several takes for the step, here, by kernel.
 
@@ -393,7 +392,11 @@ def implementations(target: Target, config: GenerateConfig) -> dict[str, str]:
     gate_up, down = target.experts.stacks()
 
     def why_not(tokens: int, has_tree: bool) -> dict[str, str | None]:
-        """Why kernels cannot be Mosaic's, in a pass over so many tokens of each sequence."""
+        """Why kernels cannot be Mosaic's, in a pass over so many tokens of each sequence.
+
+        Logits are wanted of a tree's every node, of a prompt chunk's last token.
+        """
+        nodes, levels = (tokens, levels_of_step) if has_tree else (1, 0)
 
         def shape(*sizes: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(sizes, dtype)
@@ -402,13 +405,16 @@ def implementations(target: Target, config: GenerateConfig) -> dict[str, str]:
         q_rotary = shape(batch, tokens, heads, c.qk_rope_head_dim)
         latent = shape(c.num_hidden_layers, batch, slots, c.kv_lora_rank)
         x = shape(batch * tokens, c.hidden_size)
+        logits = jax.ShapeDtypeStruct((batch, nodes, c.vocab_size), jnp.float32)
         return {
             "mla_attention": mla_attention.why_not_mosaic(q_latent, q_rotary, latent, has_tree),
             "expert_matmul": expert_matmul.why_not_mosaic(x, gate_up, down),
+            "tree_verify": tree_verify.why_not_mosaic(logits, levels),
         }
 
-    asked_for = target.numerics.implementation
-    of_step = why_not(1 if config.tree is None else config.tree.nodes, has_tree=True)
+    asked_for, tree = target.numerics.implementation, config.tree
+    nodes_of_step, levels_of_step = (1, 0) if tree is None else (tree.nodes, tree.levels)
+    of_step = why_not(nodes_of_step, has_tree=True)
     if asked_for == "mosaic":
         for reasons in (of_step, why_not(config.prefill_chunk, has_tree=False)):
             for name, reason in reasons.items():

@@ -173,9 +173,7 @@ def _plan(target: Target, draft: Draft | None, config: RecordConfig) -> _Plan:
     return _Plan(kept, features, capture, config.top)
 
 
-def _padded(
-    sequences: Sequence[Sequence[int]], groups: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _padded(sequences: Sequence[Sequence[int]], groups: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens [B,T] for a whole number of chunks, zero past each length, and the lengths.
 
     Empty sequences fill up the batch, so that every group of a mesh's devices has as many.

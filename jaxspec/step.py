@@ -5,7 +5,7 @@
 
     propose   the draft's tree below the last sampled token        (propose.py, tree.py)
     verify    one target pass over its nodes, against the cache    (target.py)
-    accept    the path that the target's own choices confirm       (sampling.py, verify.py)
+    accept    the path that the target's own choices confirm       (verify.py)
     commit    the accepted rows into both caches, one scatter each (cache.py)
     extend    the draft over the accepted path, with the TARGET's features
 
@@ -30,10 +30,10 @@ from jaxspec.dims import typed
 from jaxspec.draft import Borrowed, Draft, DraftPass
 from jaxspec.mla import Pass
 from jaxspec.propose import DraftSeed, propose, seed_from
-from jaxspec.sampling import Sampling, choose
+from jaxspec.sampling import Sampling
 from jaxspec.target import Target
 from jaxspec.tree import only_root
-from jaxspec.verify import accept
+from jaxspec.verify import verify
 
 __all__ = ["Admission", "Settings", "State", "Status", "decode", "empty_state", "prefill"]
 
@@ -188,11 +188,16 @@ def prefill(
             TargetIds(ids_BT, target.config.vocab_size), at, state.target_cache, settings.capture
         )
         logits_BTV = target.logits(jnp.take_along_axis(seen.hidden, last_row_B, axis=1))
-        token_B = choose(
-            logits_BTV, jnp.zeros((batch, 1), jnp.int32), last_B, new.sampling, levels=0
-        )[:, 0]
-        root_B = jnp.where(has_last_B, token_B, state.root)
-        is_bad_B = has_last_B & jnp.isnan(logits_BTV).any((1, 2))
+        # The last prompt token is the root of a tree of its own.
+        first, is_nan_B = verify(
+            logits_BTV,
+            only_root(ids_BT[:, 0]),
+            last_B,
+            new.sampling,
+            target.numerics.implementation,
+        )
+        root_B = jnp.where(has_last_B, first.tokens[:, 0], state.root)
+        is_bad_B = has_last_B & is_nan_B
         state = dataclasses.replace(
             state,
             target_cache=commit(
@@ -278,12 +283,12 @@ def step(target: Target, draft: Draft | None, state: State, settings: Settings) 
         seen = target(TargetIds(tree.tokens, vocab_size), at, state.target_cache, settings.capture)
         logits_BJV = target.logits(seen.hidden)
     with jax.named_scope("accept"):
-        chosen_BJ = choose(logits_BJV, tree.depth, state.length, state.sampling, levels=tree.levels)
-        accepted = accept(tree, chosen_BJ)
+        accepted, is_nan_B = verify(
+            logits_BJV, tree, state.length, state.sampling, target.numerics.implementation
+        )
         # A choice made among NaNs is none: the sequence ends before it, and the caller is told.
         # Off the path they do not matter: a drafted token may well overflow.
-        is_nan_BJ = jnp.isnan(logits_BJV).any(-1)
-        is_bad_B = is_running_B & jnp.take_along_axis(is_nan_BJ, accepted.path, axis=1).any(1)
+        is_bad_B = is_running_B & is_nan_B
         state = dataclasses.replace(
             state, status=jnp.where(is_bad_B, Status.TARGET_NOT_FINITE, state.status)
         )

@@ -1,34 +1,41 @@
-"""Which part of a tree the target confirms: the walk, without a pointer being chased.
+"""Which part of a tree the target confirms."""
 
-A node is confirmed when it is the token the target chose after its parent, and accepted when it and
-all its ancestors are confirmed. Siblings are distinct tokens, so at most one path is accepted, and
-it ends in the deepest accepted node.
-"""
+from typing import Literal
 
-from typing import NamedTuple
-
-import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jaxspec.dims import typed
+from jaxspec.kernels.tree_verify import Accepted, Sampling, Verified, tree_verify, xla
 from jaxspec.tree import Tree
 
-__all__ = ["Accepted", "accept"]
+__all__ = ["Accepted", "Verified", "accept", "verify"]
 
 
-class Accepted(NamedTuple):
-    """The accepted path of each sequence.
+@typed
+def verify(
+    logits_BJV: Float[Array, "B J V"],
+    tree: Tree,
+    length_B: Int[Array, "B"],
+    sampling: Sampling,
+    implementation: Literal["mosaic", "xla"] | None = None,
+) -> Verified:
+    """The path that the target's own choices confirm, from its logits after each node.
 
-    Attributes:
-      path: [B,P] node indices, root first; past `count` they repeat the last node.
-      count: [B] accepted drafted tokens, the root not among them.
-      tokens: [B,P] the tokens that follow: entry i is what the target chose after path[i], so
-        entries 0 .. count are emitted, the last of them the bonus token.
+    Args:
+      length_B: position of the root.
+      implementation: see `tree_verify`.
     """
-
-    path: Int[Array, "B P"]
-    count: Int[Array, "B"]
-    tokens: Int[Array, "B P"]
+    return tree_verify(
+        logits_BJV,
+        tree.tokens,
+        tree.parent,
+        tree.depth,
+        tree.ancestors,
+        length_B,
+        sampling,
+        levels=tree.levels,
+        implementation=implementation,
+    )
 
 
 @typed
@@ -37,20 +44,7 @@ def accept(tree: Tree, chosen_BJ: Int[Array, "B J"]) -> Accepted:
 
     Args:
       chosen_BJ: the target's token after each node.
-
-    Of equal siblings, which no well-formed tree has, the first one counts.
     """
-    wanted_BJ = jnp.take_along_axis(chosen_BJ, jnp.maximum(tree.parent, 0), axis=1)
-    is_confirmed_BJ = (tree.tokens == wanted_BJ) | (tree.parent < 0)
-    is_accepted_BJ = ~(tree.ancestors & ~is_confirmed_BJ[:, None, :]).any(-1)
-    depth_if_accepted = jnp.where(is_accepted_BJ, tree.depth, -1)
-    last_B = jnp.argmax(depth_if_accepted, axis=1)
-    count_B = depth_if_accepted.max(axis=1)
-    # The path holds exactly one ancestor of the last node at each depth down to its own.
-    on_path_BJ = jnp.take_along_axis(tree.ancestors, last_B[:, None, None], axis=1)[:, 0]
-    step = jnp.arange(tree.levels + 1)
-    is_at_BPJ = on_path_BJ[:, None] & (tree.depth[:, None] == step[None, :, None])
-    path_BP = jnp.where(
-        step[None] <= count_B[:, None], jnp.argmax(is_at_BPJ, axis=-1), last_B[:, None]
+    return xla.accept(
+        tree.tokens, tree.parent, tree.depth, tree.ancestors, chosen_BJ, levels=tree.levels
     )
-    return Accepted(path_BP, count_B, jnp.take_along_axis(chosen_BJ, path_BP, axis=1))

@@ -6,7 +6,6 @@ The number of devices is settled when jax starts, so this runs in a process of i
 `test_sharding.py` starts; it judges nothing itself.
 """
 
-import dataclasses
 import json
 import os
 import sys
@@ -20,7 +19,6 @@ os.environ["XLA_FLAGS"] = (
 
 import jax
 import numpy as np
-from flax import nnx
 
 from jaxspec.config import MeshConfig, Numerics, TreeConfig
 from jaxspec.draft import Draft

@@ -127,7 +127,7 @@ def test_layers_are_placed_without_a_copy():
     jax.block_until_ready(stacks)
     before = {path: stack.unsafe_buffer_pointer() for path, stack in stacks.items()}
     leaves = {"w": np.ones((64, 64), np.float32), "b": np.ones(64, ml_dtypes.bfloat16)}
-    placed = _place(stacks, leaves, np.int32(2))
+    placed = _place(stacks, leaves, np.asarray([2], np.int32))
     assert {path: stack.unsafe_buffer_pointer() for path, stack in placed.items()} == before
     assert float(placed["w"].sum()) == 64 * 64
     assert all(stack.is_deleted() for stack in stacks.values())

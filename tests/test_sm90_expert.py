@@ -6,7 +6,7 @@ import pytest
 
 from jaxspec.kernels.expert_matmul.cases import CASES, shapes
 from jaxspec.kernels.expert_matmul.mosaic import expert_matmul_mosaic, tuning_for
-from tests.ptxas import IS_INSTALLED, SHARED_BYTES, kernels
+from jaxspec.ptxas import IS_INSTALLED, SHARED_BYTES, kernels
 
 pytestmark = [
     pytest.mark.sm90,

@@ -2,9 +2,9 @@
 
 import pytest
 
+from jaxspec import ptxas
 from jaxspec.kernels.mla_attention import mla_attention
 from jaxspec.kernels.mla_attention.cases import CASES, shapes
-from tests import ptxas
 
 pytestmark = [
     pytest.mark.sm90,

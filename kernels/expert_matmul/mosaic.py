@@ -184,6 +184,7 @@ class _Weights(NamedTuple):
     Attributes:
       words, scales: whole stacks [L x E, ..], arranged so that an item's two pieces are two
         entries of one axis.
+      kernel_name: what profiles call it.
       experts: in a layer.
       parts: into which the columns are cut; each is an item, whose output is a partial sum.
       num_tiles: of the rows, two pieces each.
@@ -198,6 +199,7 @@ class _Weights(NamedTuple):
 
     words: jax.Array
     scales: jax.Array
+    kernel_name: str
     experts: int
     parts: int
     num_tiles: int
@@ -225,6 +227,7 @@ def _gate_up(packed: PackedInt4, parts: int) -> _Weights:
     return _Weights(
         packed.words.reshape(-1, *packed.words.shape[2:]),
         packed.scales.reshape(-1, *packed.scales.shape[2:]),
+        kernel_name="expert_gate_up",
         experts=packed.words.shape[1],
         parts=parts,
         num_tiles=packed.words.shape[3] // ROWS,
@@ -245,6 +248,7 @@ def _down(packed: PackedInt4, parts: int) -> _Weights:
     return _Weights(
         packed.words.reshape(-1, features // ROWS, ROWS, words),
         packed.scales.reshape(-1, *packed.scales.shape[2:-1], features // ROWS, ROWS),
+        kernel_name="expert_down",
         experts=packed.words.shape[1],
         parts=parts,
         num_tiles=features // (2 * ROWS),
@@ -339,6 +343,7 @@ def _product(
             plgpu.SMEM((tokens, tile_features), weights.out_dtype, transforms=out_form),
             plgpu.Barrier(num_arrivals=4, num_barriers=stages),
         ],
+        kernel_name=weights.kernel_name,
     )(
         x_RK,
         weights.words,

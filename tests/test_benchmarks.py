@@ -1,0 +1,212 @@
+"""The programs that measure, on a CPU and in plain XLA: floors, harness, budget, what is wrong."""
+
+import dataclasses
+import functools
+import json
+import math
+import runpy
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))  # where they import one another from
+
+import common  # noqa: E402
+import gpu  # noqa: E402
+import kernel_timing  # noqa: E402
+import registers  # noqa: E402
+from kernel_timing import Ceilings, Plan  # noqa: E402
+from ops import OPS  # noqa: E402
+
+MLA, EXPERTS = OPS["mla_attention"], OPS["expert_matmul"]
+
+
+def run_program(monkeypatch, capsys, *arguments: str) -> tuple[int, dict]:
+    """The exit status of benchmarks/NAME ARGUMENTS, and the JSON of its last line."""
+    monkeypatch.setattr(sys, "argv", list(arguments))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(BENCHMARKS / arguments[0]), run_name="__main__")
+    return ended.value.code, json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_floors_are_printed_where_nothing_can_be_timed(monkeypatch, capsys):
+    status, found = run_program(monkeypatch, capsys, "kernels.py")
+    assert (status, found["kind"]) == (0, "predicted")
+    assert "not a Hopper GPU" in found["why_no_time"]
+    named = {(case["kernel"], case["case"]) for case in found["cases"]}
+    assert named == {(name, case) for name, op in OPS.items() for case in op.cases}
+    assert len(found["cases"]) == len(named)
+    cases = {(case["kernel"], case["case"]): case for case in found["cases"]}
+    # 32,768 rows of 576 and 1 new one, 8 queries of 576, 8 outputs of 512, in bf16; 8 f32.
+    few = cases["mla_attention", "8h-1t-32k"]
+    assert few["bytes"] == 2 * (32769 * 576 + 8 * (576 + 512)) + 4 * 8
+    assert few["bytes_floor_us"] == pytest.approx(few["bytes"] / 4.3e6, rel=1e-3)
+    assert (few["bound"], cases["mla_attention", "64h-8t-32k"]["bound"]) == ("bytes", "arithmetic")
+    # One expert of 24.8 MB, a token of 7168 in bf16, its output in f32.
+    assert cases["expert_matmul", "eighth-1t"]["bytes"] == 24_772_608 + 7168 * 6
+
+
+def test_only_what_is_asked_for(monkeypatch, capsys):
+    _, found = run_program(monkeypatch, capsys, "kernels.py", "--only", "expert_matmul/all-1t")
+    assert [case["case"] for case in found["cases"]] == ["all-1t"]
+    monkeypatch.setattr(sys, "argv", ["kernels.py", "--only", "softmax"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(BENCHMARKS / "kernels.py"), run_name="__main__")
+    assert "--only softmax: no kernel or case" in capsys.readouterr().err
+
+
+def test_every_kernel_with_cases_is_measured():
+    folders = (BENCHMARKS.parent / "kernels").glob("*/cases.py")
+    assert {path.parent.name for path in folders} == set(OPS)
+    for op in OPS.values():
+        assert set(op.foremost) <= set(op.cases)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_400_mb_are_read_before_any_is_read_again(name):
+    for case in OPS[name].cases.values():
+        work = OPS[name].work(case)
+        plan = Plan.of(OPS[name], work, Ceilings().floor(work))
+        is_enough = plan.layers * work.layer_bytes >= 400e6 or work.layer_bytes == 0
+        assert is_enough or plan.layers == OPS[name].most_layers
+        assert plan.calls % plan.unroll == 0
+        assert work.layer_bytes <= work.num_bytes
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mla_attention",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("expert_matmul", "tree_verify")),
+    ],
+)
+def test_small_case_goes_all_the_way(name):
+    op, ceilings = OPS[name], Ceilings(1e10, 1e10, "for this test")
+    found = kernel_timing.measure("small", op.small, name, ceilings, 1, ["xla"], 10**6)
+    assert found["is_correct"], found
+    assert found["xla_us"]["median"] > 0
+    assert found["share_of_floor"] > 0
+    json.dumps(found, allow_nan=False)
+
+
+@pytest.fixture(scope="module")
+def computed():
+    """Arguments and outputs of attention's small case."""
+    arguments = MLA.arguments(MLA.small, 2)
+    call = jax.jit(functools.partial(MLA.call, implementation="xla"))
+    return arguments, call(arguments, arguments["layer"])
+
+
+@pytest.mark.parametrize(
+    ("fault", "holds"),
+    [
+        (lambda out, lse: (out, lse), True),
+        (lambda out, lse: (out * 1.02, lse), False),
+        (lambda out, lse: (out.at[0, 3, 7].set(0), lse), False),
+        (lambda out, lse: (out, lse.at[0, 0, 0].add(0.01)), False),
+        (lambda out, lse: (out.at[0, 0, 0, 0].set(jnp.nan), lse), False),
+        (lambda out, lse: (out, lse.at[0, 0, 0].set(jnp.nan)), False),
+    ],
+)
+def test_wrong_output_is_seen(computed, fault, holds):
+    arguments, outputs = computed
+    assert MLA.agreement(arguments, fault(*outputs)).holds is holds
+
+
+def test_calls_walk_over_the_layers():
+    op = dataclasses.replace(MLA, call=lambda args, layer, _: args["x"] + layer.astype(jnp.float32))
+    run = kernel_timing.loop(op, Plan(layers=5, calls=8, unroll=4), "none")
+    layer, outputs = run({"x": jnp.zeros(1)}, jnp.int32(3))
+    assert [float(out[0]) for out in outputs] == [2, 3, 4, 0]
+    assert int(layer) == 1
+
+
+def test_sets_of_arguments_are_called_in_turn():
+    op = dataclasses.replace(MLA, call=lambda args, layer, _: args["x"] + layer.astype(jnp.float32))
+    run = kernel_timing.loop(op, Plan(layers=3, calls=8, unroll=4), "none")
+    layer, outputs = run(tuple({"x": jnp.full(1, float(i))} for i in range(3)), jnp.int32(0))
+    assert [float(out[0]) for out in outputs] == [0, 1, 2]
+    assert int(layer) == 0
+
+
+def test_an_error_in_one_case_is_a_finding(monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("no such kernel")
+
+    broken = dataclasses.replace(MLA, call=fail)
+    monkeypatch.setitem(OPS, "mla_attention", broken)
+    ceilings = Ceilings(1e10, 1e10, "for this test")
+    found = kernel_timing.measure("small", MLA.small, "mla_attention", ceilings, 1, ["xla"], 10**6)
+    assert found["is_correct"] is False
+    assert found["error"] == "RuntimeError: no such kernel"
+    assert list(gpu.faults({"times": [found]})) == ["times mla_attention/small"]
+
+
+def test_no_stage_begins_without_the_time_for_it(capsys):
+    end = time.monotonic() + 10
+    found = gpu.attempt("times", end, functools.partial(pytest.fail, "it was begun"))
+    assert found.keys() == {"why_not"}
+    found = gpu.attempt("times", end + 60, lambda: {"is_correct": True})
+    assert found["is_correct"]
+    found = gpu.attempt("times", end + 60, functools.partial(math.sqrt, -1))
+    assert (found["is_correct"], found["error"]) == (False, "ValueError: math domain error")
+    assert "math domain error" in capsys.readouterr().err
+
+
+def test_decoding_is_judged_token_by_token(target, draft):
+    prompts = [[1, 5, 9], [2]]
+    found = gpu.decoded(target, draft, target, prompts, "2x2x4", 6)
+    assert found["is_correct"], found
+    assert (found["num_tokens"], found["num_equal"]) == (12, 12)
+    assert found["plain_regret"] == pytest.approx(0, abs=1e-6)
+    assert found["speculative_implementations"] == dict.fromkeys(OPS, "xla")
+    # Tokens that nobody would have chosen.
+    assert gpu.regrets(target, prompts, [[0, 0, 0], [0, 0, 0]]).max() > gpu.MAX_REGRET["bfloat16"]
+
+
+def test_registers_of_like_kernels_are_one_line():
+    row = {
+        "kernel": "attend",
+        "tuning": {"depth": 64, "splits": 3, "stages": 2},
+        "threads": 384,
+        "registers": 154,
+        "local_bytes": 0,
+        "shared_bytes": 226_400,
+        "ctas_per_sm": 1,
+        "remarks": ["C7519"],
+    }
+    other = row | {"registers": 160, "tuning": row["tuning"] | {"splits": 7}, "remarks": []}
+    *_, line = registers.summary([row, other]).splitlines()
+    assert line == ("| attend | depth 64 | 2 | 2 | 384 | 154 to 160 | 0 | 226,400 | 1 | C7519 |")
+    assert registers.holds(row)
+    assert not registers.holds(row | {"local_bytes": 8})
+    assert not registers.holds(row | {"shared_bytes": 227 * 1024 + 8})
+
+
+@pytest.mark.slow
+def test_gpu_script_goes_through_all_stages(monkeypatch, capsys, tmp_path):
+    out = str(tmp_path)
+    status, found = run_program(
+        monkeypatch, capsys, "gpu.py", "--dry-run", "--out", out, "--minutes", "60"
+    )
+    assert status == 0, found["wrong"]
+    assert found["kind"].startswith("dry run")
+    assert {"machine", "agreement", "decoding", "ceilings", "times"} <= found.keys()
+    assert all(case["is_correct"] for case in found["times"])
+    assert json.loads((tmp_path / "gpu-dry-run.json").read_text()) == found
+
+
+@pytest.mark.slow
+def test_self_check(monkeypatch, capsys):
+    status, found = run_program(monkeypatch, capsys, "kernels.py", "--self-check")
+    assert (status, found["is_correct"]) == (0, True)
+    assert found["kind"].startswith("self-check")
+
+
+def test_a_figure_has_four_digits():
+    assert common.rounded({"a": [1.23456, 12345]}) == {"a": [1.235, 12345]}
