@@ -1,6 +1,6 @@
 """A program: what a tiny model gives on meshes of eight CPU devices, told as JSON.
 
-    python -m tests.on_eight_devices '[["1x8", "replicated"], ["2x4", "slots"]]'
+    python -m tests.on_eight_devices '["loading", ["1x8", "replicated"], ["2x4", "slots"]]'
 
 The number of devices is settled when jax starts, so this runs in a process of its own, which
 `test_sharding.py` starts; it judges nothing itself.
@@ -9,24 +9,24 @@ The number of devices is settled when jax starts, so this runs in a process of i
 import json
 import os
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
-
-os.environ["JAX_PLATFORMS"] = "cpu"
-# Programs that run for moments compile in half the time without optimisation.
-os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-)
 
 import jax
 import numpy as np
+from flax import nnx
 
+from jaxspec.checkpoint import load_target
 from jaxspec.config import MeshConfig, Numerics, TreeConfig
+from jaxspec.convert.write import convert
 from jaxspec.draft import Draft
 from jaxspec.generator import GenerateConfig, Generator, Request
 from jaxspec.hlo import collectives
 from jaxspec.recording import record
+from jaxspec.sharding import Devices
 from jaxspec.target import Target
-from tests import tiny
+from tests import make_checkpoint, tiny
 from tests.reference.target import ReferenceTarget
 
 TARGET = tiny.TARGET_CONFIG | {"vocab_size": 48, "num_attention_heads": 8, "n_routed_experts": 16}
@@ -101,13 +101,53 @@ def bytes_per_device(tree: Any) -> int:
     return max(held.values())
 
 
+def loading() -> dict[str, Any]:
+    """Whether a checkpoint of either form, loaded onto a mesh, is the one loaded without."""
+    numerics = Numerics(dtype="float32", mesh=MeshConfig(2, 4))
+    tensors = make_checkpoint.target_tensors(TARGET)
+    with tempfile.TemporaryDirectory() as name:
+        source, converted = Path(name) / "hf", Path(name) / "converted"
+        make_checkpoint.write(source, TARGET, tensors)
+        convert(source, converted)
+        want = nnx.state(load_target(source, Numerics(dtype="float32")))
+        told = {"alone": bytes_per_device(want)}
+        for directory in (source, converted):
+            model = load_target(directory, numerics)
+            got = nnx.state(model)
+            assert numerics.mesh is not None
+            wanted = Devices.of(numerics.mesh).shardings(got)
+            told[directory.name] = {
+                "bytes_per_device": bytes_per_device(got),
+                "is_where_the_table_says": all(
+                    array.sharding == where
+                    for array, where in zip(
+                        jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True
+                    )
+                ),
+                "is_alike": all(
+                    np.array_equal(a, b)
+                    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+                ),
+            }
+    return told
+
+
 def main() -> None:
+    # Read when the first array is made. Unoptimised, programs that run for moments compile in half
+    # the time.
+    os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     reference = ReferenceTarget(tiny.target_tensors(TARGET), TARGET)
     alone, said = facts(*models(reference, None))
     told = {"alone": alone}
-    for text, cache in json.loads(sys.argv[1]):
+    asked = json.loads(sys.argv[1])
+    if "loading" in asked:
+        asked.remove("loading")
+        told["loading"] = loading()
+    for text, cache in asked:
         found, also_said = facts(*models(reference, MeshConfig.parse(text, cache)))
         assert also_said.keys() == said.keys()
         found["differences"] = {
