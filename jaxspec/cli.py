@@ -20,10 +20,13 @@ from jaxspec.flags import (
     ChatFlag,
     CompileCacheFlag,
     ConventionFlag,
+    CoordinatorFlag,
     DraftFlag,
     DtypeFlag,
     JsonFlag,
     MeshFlag,
+    NumProcessesFlag,
+    ProcessIndexFlag,
     PromptArgument,
     PromptFileFlag,
     TargetFlag,
@@ -126,6 +129,9 @@ def generate(
     dtype: DtypeFlag = None,
     mesh: MeshFlag = None,
     cache: CacheFlag = None,
+    coordinator: CoordinatorFlag = None,
+    num_processes: NumProcessesFlag = None,
+    process_index: ProcessIndexFlag = None,
     implementation: Annotated[
         str | None,
         typer.Option(
@@ -153,9 +159,13 @@ def generate(
 ) -> None:
     """Text from a target and a draft."""
     _start_jax(compile_cache)
+    _join(coordinator, num_processes, process_index, mesh)
+    if coordinator is not None and out is not None:
+        raise InputError("--out of several processes: a run file is gone on with by one; drop it")
     from jaxspec.commands import GenerateFlags, PromptFlags, run_generate
     from jaxspec.console import Display
     from jaxspec.generator import GenerateConfig
+    from jaxspec.processes import is_first
     from jaxspec.text import SamplingConfig
 
     if ceiling and draft == "none":
@@ -178,14 +188,14 @@ def generate(
         ),
         sampling=SamplingConfig(temperature, top_k, top_p, seed, tuple(stop or ())),
         out=out,
-        streams=not as_json,
+        streams=not as_json and is_first(),
         with_ceiling=ceiling,
     )
     with Display() as display:
         report = run_generate(flags, display)
         if not as_json:
             display.say(report.summary())
-    if as_json:
+    if as_json and is_first():
         print(json.dumps(report.to_dict(), ensure_ascii=False))
 
 
@@ -227,6 +237,9 @@ def record(
     dtype: DtypeFlag = None,
     mesh: MeshFlag = None,
     cache: CacheFlag = None,
+    coordinator: CoordinatorFlag = None,
+    num_processes: NumProcessesFlag = None,
+    process_index: ProcessIndexFlag = None,
     prompt_file: PromptFileFlag = None,
     tokens: TokensFlag = None,
     chat: ChatFlag = False,
@@ -243,8 +256,10 @@ def record(
 ) -> None:
     """What target and draft say of given tokens, position by position, in a file."""
     _start_jax(compile_cache)
+    _join(coordinator, num_processes, process_index, mesh)
     from jaxspec.commands import PromptFlags, run_record
     from jaxspec.console import Display
+    from jaxspec.processes import is_first
 
     models = _models(target, draft, capture, capture_convention, dtype, None, _mesh(mesh, cache))
     kept = () if boundaries == "none" else _ids("--boundaries", boundaries)
@@ -254,7 +269,7 @@ def record(
         )
         if not as_json:
             display.say(f"{out}: {', '.join(done.arrays)}")
-    if as_json:
+    if as_json and is_first():
         print(json.dumps(done.to_dict()))
 
 
@@ -397,6 +412,24 @@ def _models(
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     numerics = Numerics(dtype=dtype, implementation=cast("Any", implementation), mesh=mesh)
     return ModelFlags(target, draft, _ids("--capture", capture), convention, numerics)
+
+
+def _join(
+    coordinator: str | None, num_processes: int | None, process_index: int | None, mesh: str | None
+) -> None:
+    """Joins the other processes, where the flags say that there are some."""
+    given = (coordinator, num_processes, process_index)
+    if given == (None, None, None):
+        return
+    if coordinator is None or num_processes is None or process_index is None:
+        raise InputError(
+            "--coordinator, --num-processes and --process-index are given together or not at all"
+        )
+    if mesh is None:
+        raise InputError("--coordinator without --mesh: several processes share a mesh")
+    from jaxspec.processes import Processes, join
+
+    join(Processes(coordinator, num_processes, process_index))
 
 
 def _mesh(text: str | None, cache: CacheLayout | None) -> "MeshConfig | None":

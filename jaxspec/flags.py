@@ -13,10 +13,13 @@ __all__ = [
     "ChatFlag",
     "CompileCacheFlag",
     "ConventionFlag",
+    "CoordinatorFlag",
     "DraftFlag",
     "DtypeFlag",
     "JsonFlag",
     "MeshFlag",
+    "NumProcessesFlag",
+    "ProcessIndexFlag",
     "PromptArgument",
     "PromptFileFlag",
     "TargetFlag",
@@ -80,6 +83,26 @@ CacheFlag = Annotated[
         "--cache",
         help="On a mesh, whether each device of a group keeps all of the target's cache, or its "
         "share of the slots. Default: replicated.",
+    ),
+]
+CoordinatorFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="Of a run over several processes: where process 0 listens. Default: one process.",
+    ),
+]
+NumProcessesFlag = Annotated[
+    int | None,
+    typer.Option("--num-processes", metavar="N", help="How many there are. Default: one."),
+]
+ProcessIndexFlag = Annotated[
+    int | None,
+    typer.Option(
+        "--process-index",
+        metavar="I",
+        help="Which of them this is, from 0; the first one prints and writes. Default: one.",
     ),
 ]
 PromptArgument = Annotated[str | None, typer.Argument(metavar="PROMPT", help="Text.")]

@@ -6,6 +6,8 @@ Whole runs are on eight CPU devices, in a process of their own: `on_eight_device
 import ast
 import functools
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +35,7 @@ from jaxspec.sharding import (
     spec_of,
     specs_of,
 )
-from tests import full_size, tiny
+from tests import full_size, make_checkpoint, tiny
 from tests import on_eight_devices as program
 from tests.reference.target import ReferenceTarget
 from tests.speculation import NEAR_TIE
@@ -294,3 +296,103 @@ def test_the_command_line_refuses(flags, said, monkeypatch, capsys):
     assert (exit.value.code, out) == (2, "")
     assert said in err
     assert err.startswith("jaxspec: ")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Path:
+    """A directory with `target` and `draft` whose sizes eight devices divide, and `ids.json`."""
+    place = tmp_path_factory.mktemp("mesh")
+    target_tensors = make_checkpoint.target_tensors(program.TARGET)
+    make_checkpoint.write(place / "target", program.TARGET, target_tensors)
+    config, _ = make_checkpoint.draft_layout("specforge")
+    draft_tensors = tiny.draft_tensors(program.DRAFT)
+    make_checkpoint.write(place / "draft", config | program.DRAFT, draft_tensors)
+    (place / "ids.json").write_text(json.dumps([[5, 9, 40], [1] * 9]))
+    return place
+
+
+def command_line(place: Path, *flags: str, devices: int = 1) -> subprocess.Popen[str]:
+    """`jaxspec generate`, started, on so many CPU devices."""
+    argv = ["generate", "--tokens", "ids.json", "--target", "target", "--draft", "draft", "--json"]
+    argv += ["--batch-size", "2", "--max-new-tokens", "12", "--context-length", "64"]
+    options = f"--xla_force_host_platform_device_count={devices} "
+    options += "--xla_backend_optimization_level=0"
+    return subprocess.Popen(
+        [sys.executable, "-m", "jaxspec", *argv, "--compile-cache", "none", *flags],
+        cwd=place,
+        env=os.environ | {"XLA_FLAGS": options, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def two_processes(
+    place: Path, flags: tuple[str, ...], other: tuple[str, ...]
+) -> list[tuple[int, str, str]]:
+    """Exit status, stdout and stderr of two processes of four devices, on the loopback address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-index")
+    started = [
+        command_line(place, *mine, *shared, str(index), devices=4)
+        for index, mine in enumerate((flags, other))
+    ]
+    try:
+        ended = [process.communicate(timeout=900) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(p.returncode, *said) for p, said in zip(started, ended, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["1x8", "2x4"])
+def test_two_processes(checkpoints, mesh):
+    """The same tokens as one process with one device; the first process alone speaks."""
+    out, err = (alone := command_line(checkpoints)).communicate()
+    assert not alone.returncode, err
+    flags = ("--mesh", mesh, "--cache", "slots")
+    first, second = two_processes(checkpoints, flags, flags)
+    assert first[0] == second[0] == 0, (first[2], second[2])
+    assert second[1] == ""
+    want, got = (json.loads(text)["prompts"] for text in (out, first[1]))
+    assert [p["tokens"] for p in got] == [p["tokens"] for p in want]
+
+
+@pytest.mark.slow
+def test_processes_that_disagree_are_refused(checkpoints):
+    flags = ("--mesh", "1x8")
+    ended = two_processes(checkpoints, flags, (*flags, "--seed", "3"))
+    for status, out, err in ended:
+        assert (status, out) == (2, "")
+        assert "processes 1 were given other arguments than process 0" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--num-processes", "2"), "are given together or not at all"),
+        (("--coordinator", "h:1", "--num-processes", "2", "--process-index", "0"), "--mesh"),
+        (
+            ("--coordinator", "h", "--num-processes", "2", "--process-index", "0", "--mesh", "1x2"),
+            "--coordinator 'h': expected HOST:PORT",
+        ),
+        (
+            (
+                "--coordinator",
+                "h:1",
+                "--num-processes",
+                "2",
+                "--process-index",
+                "2",
+                "--mesh",
+                "1x2",
+            ),
+            "--process-index 2 of --num-processes 2: it goes from 0 to 1",
+        ),
+    ],
+)
+def test_processes_are_named_in_full(flags, said, monkeypatch, capsys):
+    test_the_command_line_refuses(flags, said, monkeypatch, capsys)
