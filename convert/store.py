@@ -8,7 +8,11 @@ other threads, long after the first was reported.
 """
 
 import contextlib
+import errno
 import json
+import logging
+import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,21 +28,55 @@ from jaxspec.convert.problems import CheckpointError
 __all__ = ["is_written", "read_piece", "remove_unfinished", "writing_to"]
 
 RECORD = "files.json"
+ROOM_FOR_METADATA = 2**18
 
 
 @contextlib.contextmanager
 def writing_to(directory: Path) -> Iterator[Callable[[Piece], None]]:
-    """A function that writes a piece under `directory`."""
+    """A function that writes a piece under `directory`.
+
+    Raises:
+      OSError: the file system has no room, or fails.
+    """
     # Weights hardly compress, and trying takes half of the time.
     with ocp.PyTreeCheckpointer(use_compression=False) as checkpointer:
+        directory.mkdir(exist_ok=True)
 
         def write(piece: Piece) -> None:
             tree = traverse_util.unflatten_dict(piece.leaves, sep=".")
             path = directory.absolute() / piece.name
-            checkpointer.save(path, tree)
+            _check_room(path, sum(leaf.nbytes for leaf in piece.leaves.values()))
+            with _as_os_error(path):
+                checkpointer.save(path, tree)
             write_whole(path / RECORD, _sizes(path))
 
         yield write
+
+
+def _check_room(path: Path, num_bytes: int) -> None:
+    """Raises OSError where there is no room: TensorStore's threads would print it many times."""
+    if shutil.disk_usage(path.parent).free < num_bytes + ROOM_FOR_METADATA:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+@contextlib.contextmanager
+def _as_os_error(path: Path) -> Iterator[None]:
+    """Raises an error of the system as one; TensorStore makes it a ValueError with a number.
+
+    Orbax logs it, once for each of its threads with a traceback, on top of raising it: not here.
+    """
+    log = logging.getLogger("absl")
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    except ValueError as error:
+        found = re.search(r"os_error_code='(\d+)'", str(error))
+        if found is None:
+            raise
+        code = int(found[1])
+        raise OSError(code, os.strerror(code), str(path)) from error
+    finally:
+        log.disabled = was_disabled
 
 
 def is_written(directory: Path, name: str) -> bool:

@@ -158,6 +158,7 @@ def test_no_stage_begins_without_the_time_for_it(capsys):
     assert "math domain error" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_decoding_is_judged_token_by_token(target, draft):
     prompts = [[1, 5, 9], [2]]
     found = gpu.decoded(target, draft, target, prompts, "2x2x4", 6)

@@ -1,6 +1,6 @@
 """The walk over a tree as one Mosaic GPU kernel: a program for each sequence.
 
-Plain XLA takes about ten launches for the merge of the shares and the walk.
+Shares are merged for the nodes on the path alone, when the walk gets there.
 """
 
 from typing import Any, NamedTuple
@@ -59,7 +59,8 @@ def walk(
     missing = [(0, 0), (0, 0), (0, MAX_NODES - nodes)]
     tree_B3J = jnp.pad(tree_B3J, missing, constant_values=NO_NODE)
 
-    def body(tree_g: Any, logits_g: Any, scores_g: Any, walked_g: Any) -> None:
+    def body(tree_g: Any, logits_g: Any, scores_g: Any, *walked_g: Any) -> None:
+        path_g, chosen_g, count_g, is_nan_g = walked_g
         b = lax.axis_index("batch")
         tokens, parents = tree_g.at[b, 0][...], tree_g.at[b, 1][...]
         is_sampled = tree_g[b, 2, 0] != 0
@@ -72,37 +73,38 @@ def walk(
             return jnp.min(jnp.where(is_best, token, NO_ID))
 
         def step(at: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            node, count, is_nan, path, chosen = carry
+            node, count, is_nan = carry
             token = lax.cond(
                 is_sampled,
                 lambda: best(scores_g, node, scores.count),
                 lambda: best(logits_g, node, logits.count),
             )
             is_nan = jnp.maximum(is_nan, greatest_of(logits_g.at[b, node, 2][...], logits.count))
-            path = jnp.where(place == at, node, path)
-            chosen = jnp.where(place == at, token, chosen)
+            path_g[b, at] = node
+            chosen_g[b, at] = token
             is_next = jnp.logical_and(parents == node, tokens == token)
             child = jnp.min(jnp.where(is_next, place, NO_ID))
             has_child = jnp.logical_and(child != NO_ID, at < levels)
             count = count + jnp.where(has_child, 1, 0)
-            return jnp.where(has_child, child, node), count, is_nan, path, chosen
+            return jnp.where(has_child, child, node), count, is_nan
 
-        zero, zeros = jnp.int32(0), jnp.zeros((MAX_NODES,), jnp.int32)
-        start = (zero, zero, zero, zeros, zeros)
-        _, count, is_nan, path, chosen = lax.fori_loop(0, levels + 1, step, start)
-        for i, row in enumerate((path, chosen, jnp.where(place == 0, count, is_nan))):
-            walked_g.at[b, i][...] = row
+        zero = jnp.int32(0)
+        _, count, is_nan = lax.fori_loop(0, levels + 1, step, (zero, zero, zero))
+        count_g[b] = count
+        is_nan_g[b] = is_nan
 
-    walked = plgpu.kernel(
+    def ints(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, jnp.int32)
+
+    path_BP, chosen_BP, count_B, is_nan_B = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((batch, 3, MAX_NODES), jnp.int32),
+        out_type=(ints(batch, levels + 1), ints(batch, levels + 1), ints(batch), ints(batch)),
         grid=(batch,),
         grid_names=("batch",),
         interpret=interpret,
         kernel_name="tree_walk",
     )(tree_B3J, logits.found, scores.found)
-    path_BP, chosen_BP = (walked[:, i, : levels + 1] for i in range(2))
-    return Verified(Accepted(path_BP, walked[:, 2, 0], chosen_BP), walked[:, 2, 1] > 0)
+    return Verified(Accepted(path_BP, count_B, chosen_BP), is_nan_B > 0)
 
 
 def greatest_of(values: jax.Array, count: int) -> jax.Array:
