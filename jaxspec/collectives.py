@@ -8,6 +8,7 @@ Devices of a group cannot come to differ. The residual stream, the router's scor
 are the same bits on each: an all-gather copies bits, and an all-reduce hands everybody the same
 sums. Every decision (experts, tree, tokens, what is accepted, when to stop) is taken from them,
 by the same program, on every device alike; none is taken from a part that only one device has.
+Groups say nothing to each other: their loops may turn differently often.
 """
 
 import functools
