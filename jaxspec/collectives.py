@@ -157,8 +157,8 @@ def attend_latents(
     if sees_BTT is None:
         sees_BTT = jnp.broadcast_to(jnp.tri(tokens, dtype=bool), (batch, tokens, tokens))
     sees_BTT &= stripe.index == 0
-    q_parts = jnp.split(q_BTNA, [width], axis=-1)
-    mine = attend(*q_parts, stripe.num_filled(kv_len_B), sees_BTT)
+    q_latent, q_rotary = jnp.split(q_BTNA, [width], axis=-1)
+    mine = attend(q_latent, q_rotary, stripe.num_filled(kv_len_B), sees_BTT)
     part_BTNA = jnp.concatenate([mine.out.astype(jnp.float32), mine.lse[..., None]], axis=-1)
     part_BTANA = part_BTNA.reshape(batch, tokens, mesh.model, num_held, width + 1)
     part_ABTNA = lax.all_to_all(part_BTANA, GROUP, split_axis=2, concat_axis=0)
