@@ -356,8 +356,9 @@ def test_two_processes(checkpoints, mesh):
     flags = ("--mesh", mesh, "--cache", "slots")
     first, second = two_processes(checkpoints, flags, flags)
     assert first[0] == second[0] == 0, (first[2], second[2])
-    assert second[1] == ""
-    want, got = (json.loads(text)["prompts"] for text in (out, first[1]))
+    # Gloo, by which CPUs of several processes talk, prints that it has connected.
+    assert "{" not in second[1]
+    want, got = (json.loads(text.splitlines()[-1])["prompts"] for text in (out, first[1]))
     assert [p["tokens"] for p in got] == [p["tokens"] for p in want]
 
 
@@ -366,7 +367,8 @@ def test_processes_that_disagree_are_refused(checkpoints):
     flags = ("--mesh", "1x8")
     ended = two_processes(checkpoints, flags, (*flags, "--seed", "3"))
     for status, out, err in ended:
-        assert (status, out) == (2, "")
+        assert status == 2
+        assert "{" not in out
         assert "processes 1 were given other arguments than process 0" in err
 
 
