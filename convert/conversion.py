@@ -97,6 +97,7 @@ def _fill(
         writing_to(partial / "params") as write,
         contextlib.closing(_one_ahead(_pieces(prepared, problems, hashes, kept))) as pieces,
     ):
+        hashes.recheck()
         for piece in pieces:
             if not problems.found:
                 write(piece)

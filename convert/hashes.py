@@ -48,6 +48,15 @@ class Hashes:
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
 
+    def recheck(self) -> None:
+        """Hashes again what a former run has read and was changed or touched since.
+
+        Raises:
+          CheckpointError: a file is not what that run read.
+        """
+        for name in self._known.keys() & self._files.keys():
+            self._hash(name)
+
     def wait_for(self, names: Iterable[str]) -> None:
         """Returns when these files have been hashed; starts on the one after them.
 

@@ -8,7 +8,15 @@ import numpy as np
 from jaxspec.config import TargetConfig
 from jaxspec.convert import transforms
 from jaxspec.convert.matrices import Matrices, experts_rules
-from jaxspec.convert.plan import Reader, Rule, UnusedRule, Want, simple_rule, vocabulary_rules
+from jaxspec.convert.plan import (
+    Reader,
+    Rule,
+    UnusedRule,
+    Want,
+    limit_piece,
+    simple_rule,
+    vocabulary_rules,
+)
 from jaxspec.convert.problems import Problems
 from jaxspec.convert.source import Source
 
@@ -71,7 +79,7 @@ def target_rules(
     embed = Want(f"{prefix}embed_tokens.weight", vocab)
     yield from vocabulary_rules("embed", "embed", embed, None)
     for index in range(c.num_hidden_layers):
-        yield from _Layer(matrices, prefix, index, config).rules()
+        yield from limit_piece(_Layer(matrices, prefix, index, config).rules())
     yield simple_rule("norm", None, "norm.weight", Want(f"{prefix}norm.weight", (c.hidden_size,)))
     yield from vocabulary_rules("head", "head", Want(head, vocab), transforms.transpose)
 

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import ml_dtypes
 import numpy as np
@@ -30,6 +30,7 @@ __all__ = [
     "check_plan",
     "cut",
     "leaf_dtypes",
+    "limit_piece",
     "simple_rule",
     "vocabulary_rules",
 ]
@@ -58,8 +59,8 @@ class Want:
 
 
 PIECE_BYTES = 512 * 1024**2
-"""A layer's experts, and an embedding or a head, are cut into pieces of at most this size, so that
-neither writing nor loading takes memory in proportion to a layer."""
+"""A layer, its experts, and an embedding or a head are cut into pieces of at most this size, or of
+one matrix, so that neither writing nor loading takes memory in proportion to a layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +139,24 @@ def simple_rule(
         return (tensor if transform is None else transform(tensor, *args),)
 
     return Rule(piece, layer, (leaf,), (want,), build)
+
+
+def limit_piece(rules: Iterable[Rule]) -> Iterator[Rule]:
+    """The rules of one piece, in as many as their size asks for; parts are cut already."""
+    number, num_bytes = 0, 0
+    for rule in rules:
+        if rule.part is None:
+            # As bf16, or as int32 where they are packed. What is a vector does not matter.
+            wants = [
+                (DTYPES[want.dtypes[0]].itemsize, math.prod(want.shape)) for want in rule.wants
+            ]
+            rule_bytes = sum(max(2, itemsize) * size for itemsize, size in wants)
+            if num_bytes and num_bytes + rule_bytes > PIECE_BYTES:
+                number, num_bytes = number + 1, 0
+            num_bytes += rule_bytes
+            if number:
+                rule = dataclasses.replace(rule, piece=f"{rule.piece}.{number}")
+        yield rule
 
 
 def vocabulary_rules(
