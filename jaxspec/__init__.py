@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import load_draft, load_target
-    from jaxspec.config import Numerics, TreeConfig
+    from jaxspec.config import MeshConfig, Numerics, TreeConfig
     from jaxspec.contracts import ContractError
     from jaxspec.convert.inspect import inspect as inspect_checkpoint
     from jaxspec.convert.write import ConvertConfig
@@ -31,6 +31,7 @@ __all__ = [
     "GenerateReport",
     "Generator",
     "InputError",
+    "MeshConfig",
     "Numerics",
     "RecordConfig",
     "Request",
@@ -50,7 +51,7 @@ __all__ = [
 
 _MODULES = {
     "checkpoint": ("load_draft", "load_target"),
-    "config": ("Numerics", "TreeConfig"),
+    "config": ("MeshConfig", "Numerics", "TreeConfig"),
     "contracts": ("ContractError",),
     "convert.inspect": ("inspect_checkpoint",),
     "convert.write": ("ConvertConfig", "convert_checkpoint"),

@@ -4,8 +4,10 @@ import os
 from collections.abc import Callable
 from typing import Literal
 
-__all__ = ["Convention", "Dtype", "PathLike", "Progress"]
+__all__ = ["CacheLayout", "Convention", "Dtype", "PathLike", "Progress"]
 
+CacheLayout = Literal["replicated", "slots"]
+"""Of the target's cache on a mesh; see `config.MeshConfig`."""
 Convention = Literal["before", "after"]
 """Whether an id k means the state before layer k (EAGLE, vLLM) or after it (SpecForge)."""
 Dtype = Literal["bfloat16", "float32"]

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.dims import typed
 
-__all__ = ["KeyValues", "Latents", "commit"]
+__all__ = ["KeyValues", "Latents", "Stripe", "commit"]
 
 
 @functools.partial(
@@ -47,6 +47,22 @@ class KeyValues:
     value: Float[Array, "L N B S H"]
 
 
+@dataclasses.dataclass(frozen=True)
+class Stripe:
+    """What a device holds of a cache that is cut by slots: every `num`-th slot, from `index` on.
+
+    Dealt out and not in runs, so that all devices have the same work at every length. Attention
+    does not ask in which order keys lie: their positions are rotated into them.
+    """
+
+    index: Int[Array, ""]
+    num: int
+
+    def num_filled(self, kv_len_B: Int[Array, "B"]) -> Int[Array, "B"]:
+        """How many of the first `kv_len` slots are held here."""
+        return (kv_len_B + self.num - 1 - self.index) // self.num
+
+
 @typed
 def commit[Cache: (Latents, KeyValues)](
     cache: Cache,
@@ -54,10 +70,14 @@ def commit[Cache: (Latents, KeyValues)](
     row_BP: Int[Array, "B P"],
     start_B: Int[Array, "B"],
     count_B: Int[Array, "B"],
+    stripe: Stripe | None = None,
 ) -> Cache:
     """The cache with rows[row[b, i]] at slot start[b] + i, for i < count[b] and slots that exist.
 
     Writes past the capacity are dropped, never clamped onto the last slot.
+
+    Args:
+      stripe: the slots that this cache holds, of those that `start` counts; None holds all.
     """
 
     step = jnp.arange(row_BP.shape[1])[None]
@@ -69,7 +89,11 @@ def commit[Cache: (Latents, KeyValues)](
         picked = jnp.take_along_axis(rows, index_BP1, axis=-2)
         # A dropped row gets a slot of its own past the end, so that no two rows share one.
         num_slots = slots.shape[-2]
-        slot_BP = jnp.where(step < count_B[:, None], start_B[:, None] + step, num_slots + step)
+        is_kept_BP, slot_BP = step < count_B[:, None], start_B[:, None] + step
+        if stripe is not None:
+            is_kept_BP &= slot_BP % stripe.num == stripe.index
+            slot_BP //= stripe.num
+        slot_BP = jnp.where(is_kept_BP, slot_BP, num_slots + step)
         return slots.at[..., batch, slot_BP, :].set(picked, mode="drop", unique_indices=True)
 
     return jax.tree.map(scatter, cache, rows)

@@ -128,9 +128,14 @@ def accept_ceiling(
 
     Raises:
       ContractError: draft and target do not belong together.
-      InputError: there is no such tree, or a text has no prompt.
+      InputError: there is no such tree, a text has no prompt, or the target is on a mesh.
     """
     tree.check()
+    if target.numerics.mesh is not None:
+        raise InputError(
+            f"the target is on mesh {target.numerics.mesh}, and its ceiling is measured on one "
+            "device: load it without a mesh"
+        )
     if tree.branches > target.config.vocab_size:
         raise InputError(f"tree {tree}: more branches than the target has tokens")
     if any(not request.prompt_ids for request in requests):

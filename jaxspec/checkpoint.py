@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jaxspec.aliases import Convention, PathLike, Progress
 from jaxspec.config import DraftConfig, Numerics, TargetConfig
@@ -32,11 +33,14 @@ from jaxspec.convert.problems import CheckpointError, Problems
 from jaxspec.convert.source import Source
 from jaxspec.draft import Draft
 from jaxspec.environment import hub_cache
+from jaxspec.sharding import Devices, check_draft, check_target
 from jaxspec.target import Target
 
 __all__ = ["CheckpointError", "load_draft", "load_target", "locate"]
 
 DEFAULT_NUMERICS = Numerics()
+Box = tuple[np.ndarray, np.ndarray]
+"""Where a part of a parameter begins and ends, along every axis."""
 
 
 def locate(path: PathLike) -> Path:
@@ -89,6 +93,8 @@ def load_target(
         "rms_norm_eps": config.rms_norm_eps,
     }
     config = dataclasses.replace(config, latent_norm_eps=eps[latent_norm_eps])
+    if numerics.mesh is not None:
+        check_target(numerics.mesh, config)
     model = abstract_target(config, numerics, found.identity)
     return _fill(model, directory, found, progress)
 
@@ -138,6 +144,8 @@ def load_draft(
         card = TargetCard(target.identity, target.config)
         config = tie(config, card, problems, "when it was loaded")
     problems.raise_any()
+    if numerics.mesh is not None:
+        check_draft(numerics.mesh, config)
     return _fill(abstract_draft(config, numerics, found.identity), directory, found, progress)
 
 
@@ -176,12 +184,15 @@ def _fill[Model: (Target, Draft)](
 ) -> Model:
     """The model, its shapes replaced by the checkpoint's arrays, a piece at a time.
 
-    A stack is allocated once and each layer placed into it: nothing is held twice.
+    Nothing is held twice, and on a mesh each device is sent its own part alone.
     """
     graph, state = nnx.split(model)
     variables = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
     want = {path: leaf.get_value() for path, (_, leaf) in variables.items()}
-    filled: dict[str, jax.Array] = {}
+    mesh = model.numerics.mesh
+    shardings = None if mesh is None else Devices.of(mesh).shardings(want)
+    shares = _shares(want, shardings)
+    seen: set[str] = set()
     problems = Problems(str(directory))
     total, pieces = _pieces(found, directory, problems)
     for done, piece in enumerate(pieces, start=1):
@@ -194,27 +205,99 @@ def _fill[Model: (Target, Draft)](
                 )
                 problems.raise_any()
             leaves[path] = array.astype(want[path].dtype, copy=False)
-        if piece.layer is None and piece.part is None:
-            filled |= {path: jnp.asarray(array) for path, array in leaves.items()}
-        else:
-            if new := {path: want[path] for path in leaves if path not in filled}:
-                filled |= _allocate(new)
-            stacks = {path: filled.pop(path) for path in leaves}
-            filled |= _place(stacks, leaves, _start_of(piece))
-            del stacks
+        for share in shares:
+            share.take(piece, leaves)
+        seen |= leaves.keys()
         del piece, leaves, array  # before the next piece is read
         if progress is not None:
             progress(f"loading {directory.name}", done, total)
-    if missing := want.keys() - filled.keys():
+    if missing := want.keys() - seen:
         problems.add(f"no piece holds {', '.join(sorted(missing))}")
     problems.raise_any()
+    if shardings is None:
+        filled = shares[0].arrays
+    else:
+        filled = {
+            path: jax.make_array_from_single_device_arrays(
+                shape.shape, shardings[path], [share.arrays[path] for share in shares]
+            )
+            for path, shape in want.items()
+        }
     full = [(path, leaf.replace(filled[name])) for name, (path, leaf) in variables.items()]
     return nnx.merge(graph, nnx.from_flat_state(full))
 
 
-def _allocate(shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Zeros of these shapes: one program for all, since each program compiled takes its time."""
-    return jax.jit(lambda: {path: jnp.zeros(s.shape, s.dtype) for path, s in shapes.items()})()
+class _Share:
+    """What one device holds of a model that is being filled.
+
+    Attributes:
+      arrays: by parameter. A stack is allocated once, and each piece placed into it.
+    """
+
+    def __init__(
+        self, want: dict[str, jax.ShapeDtypeStruct], box: dict[str, Box], device: Any | None
+    ) -> None:
+        """Args:
+        box: the part of each parameter that it holds.
+        device: None is the default one.
+        """
+        self._want, self._box, self._device = want, box, device
+        self.arrays: dict[str, jax.Array] = {}
+
+    def take(self, piece: Piece, leaves: dict[str, np.ndarray]) -> None:
+        """Keeps what belongs here of a piece."""
+        mine, starts = {}, {}
+        for path, leaf in leaves.items():
+            first = np.zeros(len(self._want[path].shape), np.int32)
+            given = _start_of(piece)
+            first[: len(given)] = given
+            leaf = leaf.reshape((1,) * (len(first) - leaf.ndim) + leaf.shape)
+            begin, end = self._box[path]
+            low, high = np.maximum(first, begin), np.minimum(first + leaf.shape, end)
+            if (low < high).all():
+                cut = tuple(map(slice, low - first, high - first))
+                mine[path], starts[path] = leaf[cut], (low - begin).astype(np.int32)
+        if piece.layer is None and piece.part is None:
+            self.arrays |= jax.device_put(mine, self._device)
+            return
+        if new := [path for path in mine if path not in self.arrays]:
+            self.arrays |= self._allocate(new)
+        stacks = {path: self.arrays.pop(path) for path in mine}
+        self.arrays |= _place(stacks, mine, starts)
+
+    def _allocate(self, paths: list[str]) -> dict[str, jax.Array]:
+        """Zeros for all of them by one program, since each one compiled takes its time."""
+
+        def zeros() -> dict[str, jax.Array]:
+            shapes = {path: np.subtract(*self._box[path][::-1]).tolist() for path in paths}
+            return {
+                path: jnp.zeros(shape, self._want[path].dtype) for path, shape in shapes.items()
+            }
+
+        where = None if self._device is None else SingleDeviceSharding(self._device)
+        return jax.jit(zeros, out_shardings=where)()
+
+
+def _shares(
+    want: dict[str, jax.ShapeDtypeStruct], shardings: dict[str, NamedSharding] | None
+) -> list[_Share]:
+    """The shares of this process's devices, in the order in which a sharding lists them."""
+    if shardings is None:
+        return [_Share(want, {path: _box(s.shape) for path, s in want.items()}, None)]
+    boxes: dict[Any, dict[str, Box]] = {}
+    for path, shape in want.items():
+        cuts = shardings[path].addressable_devices_indices_map(shape.shape)
+        for device, cut in cuts.items():
+            boxes.setdefault(device, {})[path] = _box(shape.shape, cut)
+    return [_Share(want, box, device) for device, box in boxes.items()]
+
+
+def _box(shape: tuple[int, ...], cut: tuple[slice, ...] | None = None) -> Box:
+    """First and end along every axis, of a cut or of all."""
+    cut = cut or (slice(None),) * len(shape)
+    bounds = [one.indices(size)[:2] for one, size in zip(cut, shape, strict=True)]
+    begin, end = np.asarray(bounds, np.int32).reshape(-1, 2).T
+    return begin, end
 
 
 def _shape_of(piece: Piece, want: jax.ShapeDtypeStruct) -> tuple[int, ...]:
@@ -226,23 +309,20 @@ def _shape_of(piece: Piece, want: jax.ShapeDtypeStruct) -> tuple[int, ...]:
     return (*shape[:axis], piece.part.count, *shape[axis + 1 :])
 
 
-def _start_of(piece: Piece) -> np.ndarray:
+def _start_of(piece: Piece) -> list[int]:
     """Where in its parameters a piece begins, along their first axes; at 0 along the others."""
     start = [] if piece.layer is None else [piece.layer]
     if piece.part is not None:
         start += [0] * piece.part.axis + [piece.part.first]
-    return np.asarray(start, np.int32)
+    return start
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _place(
-    stacks: dict[str, jax.Array], leaves: dict[str, Any], start: jax.Array
+    stacks: dict[str, jax.Array], leaves: dict[str, Any], starts: dict[str, Any]
 ) -> dict[str, jax.Array]:
     """The stacks with the leaves in their place, which is written to and not copied."""
-
-    def put(stack: jax.Array, leaf: jax.Array) -> jax.Array:
-        missing = [jnp.int32(0)] * (stack.ndim - len(start))
-        leaf = leaf.reshape((1,) * (stack.ndim - leaf.ndim) + leaf.shape)
-        return jax.lax.dynamic_update_slice(stack, leaf, [*start, *missing])
-
-    return {path: put(stack, leaves[path]) for path, stack in stacks.items()}
+    return {
+        path: jax.lax.dynamic_update_slice(stack, leaves[path], list(starts[path]))
+        for path, stack in stacks.items()
+    }

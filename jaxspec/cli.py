@@ -12,16 +12,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_t
 
 import typer
 
-from jaxspec.aliases import Convention, Dtype
+from jaxspec.aliases import CacheLayout, Convention, Dtype
 from jaxspec.errors import InputError
 from jaxspec.flags import (
+    CacheFlag,
     CaptureFlag,
     ChatFlag,
     CompileCacheFlag,
     ConventionFlag,
+    CoordinatorFlag,
     DraftFlag,
     DtypeFlag,
     JsonFlag,
+    MeshFlag,
+    NumProcessesFlag,
+    ProcessIndexFlag,
     PromptArgument,
     PromptFileFlag,
     TargetFlag,
@@ -31,7 +36,7 @@ from jaxspec.version import version
 
 if TYPE_CHECKING:
     from jaxspec.commands import ModelFlags
-    from jaxspec.config import TreeConfig
+    from jaxspec.config import MeshConfig, TreeConfig
 
 __all__ = ["app", "main"]
 
@@ -122,6 +127,11 @@ def generate(
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past it.")] = False,
     dtype: DtypeFlag = None,
+    mesh: MeshFlag = None,
+    cache: CacheFlag = None,
+    coordinator: CoordinatorFlag = None,
+    num_processes: NumProcessesFlag = None,
+    process_index: ProcessIndexFlag = None,
     implementation: Annotated[
         str | None,
         typer.Option(
@@ -149,14 +159,22 @@ def generate(
 ) -> None:
     """Text from a target and a draft."""
     _start_jax(compile_cache)
+    _join(coordinator, num_processes, process_index, mesh)
+    if coordinator is not None and out is not None:
+        raise InputError("--out of several processes: a run file is gone on with by one; drop it")
     from jaxspec.commands import GenerateFlags, PromptFlags, run_generate
     from jaxspec.console import Display
     from jaxspec.generator import GenerateConfig
+    from jaxspec.processes import is_first
     from jaxspec.text import SamplingConfig
 
     if ceiling and draft == "none":
         raise InputError("--ceiling is of a tree, and --draft none has none")
-    models = _models(target, draft, capture, capture_convention, dtype, implementation)
+    if ceiling and mesh is not None:
+        raise InputError("--ceiling is measured on one device: drop --mesh, or --ceiling")
+    models = _models(
+        target, draft, capture, capture_convention, dtype, implementation, _mesh(mesh, cache)
+    )
     sglang = (speculative_num_steps, speculative_eagle_topk, speculative_num_draft_tokens)
     flags = GenerateFlags(
         models=models,
@@ -170,14 +188,14 @@ def generate(
         ),
         sampling=SamplingConfig(temperature, top_k, top_p, seed, tuple(stop or ())),
         out=out,
-        streams=not as_json,
+        streams=not as_json and is_first(),
         with_ceiling=ceiling,
     )
     with Display() as display:
         report = run_generate(flags, display)
         if not as_json:
             display.say(report.summary())
-    if as_json:
+    if as_json and is_first():
         print(json.dumps(report.to_dict(), ensure_ascii=False))
 
 
@@ -217,6 +235,11 @@ def record(
     capture: CaptureFlag = None,
     capture_convention: ConventionFlag = None,
     dtype: DtypeFlag = None,
+    mesh: MeshFlag = None,
+    cache: CacheFlag = None,
+    coordinator: CoordinatorFlag = None,
+    num_processes: NumProcessesFlag = None,
+    process_index: ProcessIndexFlag = None,
     prompt_file: PromptFileFlag = None,
     tokens: TokensFlag = None,
     chat: ChatFlag = False,
@@ -233,10 +256,12 @@ def record(
 ) -> None:
     """What target and draft say of given tokens, position by position, in a file."""
     _start_jax(compile_cache)
+    _join(coordinator, num_processes, process_index, mesh)
     from jaxspec.commands import PromptFlags, run_record
     from jaxspec.console import Display
+    from jaxspec.processes import is_first
 
-    models = _models(target, draft, capture, capture_convention, dtype, None)
+    models = _models(target, draft, capture, capture_convention, dtype, None, _mesh(mesh, cache))
     kept = () if boundaries == "none" else _ids("--boundaries", boundaries)
     with Display() as display:
         done = run_record(
@@ -244,7 +269,7 @@ def record(
         )
         if not as_json:
             display.say(f"{out}: {', '.join(done.arrays)}")
-    if as_json:
+    if as_json and is_first():
         print(json.dumps(done.to_dict()))
 
 
@@ -370,6 +395,7 @@ def _models(
     convention: Convention | None,
     dtype: Dtype | None,
     implementation: str | None,
+    mesh: "MeshConfig | None" = None,
 ) -> "ModelFlags":
     import jax
 
@@ -384,8 +410,37 @@ def _models(
     if implementation not in (None, *known):
         raise InputError(f"--implementation is {implementation!r}; there are {' and '.join(known)}")
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    numerics = Numerics(dtype=dtype, implementation=cast("Any", implementation))
+    numerics = Numerics(dtype=dtype, implementation=cast("Any", implementation), mesh=mesh)
     return ModelFlags(target, draft, _ids("--capture", capture), convention, numerics)
+
+
+def _join(
+    coordinator: str | None, num_processes: int | None, process_index: int | None, mesh: str | None
+) -> None:
+    """Joins the other processes, where the flags say that there are some."""
+    given = (coordinator, num_processes, process_index)
+    if given == (None, None, None):
+        return
+    if coordinator is None or num_processes is None or process_index is None:
+        raise InputError(
+            "--coordinator, --num-processes and --process-index are given together or not at all"
+        )
+    if mesh is None:
+        raise InputError("--coordinator without --mesh: several processes share a mesh")
+    from jaxspec.processes import Processes, join
+
+    join(Processes(coordinator, num_processes, process_index))
+
+
+def _mesh(text: str | None, cache: CacheLayout | None) -> "MeshConfig | None":
+    """The mesh, if one was asked for."""
+    from jaxspec.config import MeshConfig
+
+    if text is None:
+        if cache is not None:
+            raise InputError(f"--cache {cache} is of a mesh: give one with --mesh, as in 1x8")
+        return None
+    return MeshConfig.parse(text, cache or "replicated")
 
 
 def _ids(flag: str, text: str | None) -> tuple[int, ...] | None:

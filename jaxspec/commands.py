@@ -20,6 +20,7 @@ from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_TARGET
 from jaxspec.errors import InputError
 from jaxspec.generator import Completion, GenerateConfig, Generator, implementations
 from jaxspec.identify import FeaturesReport, identify
+from jaxspec.processes import check_agreement, is_first
 from jaxspec.prompts import (
     EncodedPrompt,
     Prompt,
@@ -164,6 +165,7 @@ def run_generate(flags: GenerateFlags, display: Display) -> GenerateReport:
       ContractError: draft and target do not belong together.
     """
     models = flags.models
+    check_agreement(repr(dataclasses.replace(flags, streams=False)))
     tokenizer = _tokenizer(models, flags.prompts)
     prompts = flags.prompts.read(tokenizer)
     flags.config.check()
@@ -287,6 +289,7 @@ def run_record(
       InputError: a flag, a prompt or a checkpoint cannot be used.
       ContractError: draft and target do not belong together.
     """
+    check_agreement(repr((models, prompts, boundaries, top)))
     encoded = prompts.read(_tokenizer(models, prompts))
     if not out.parent.is_dir():
         raise InputError(f"--out {out}: there is no directory {out.parent}")
@@ -296,7 +299,8 @@ def run_record(
     config = RecordConfig(boundaries, models.claim(target), top)
     sequences = [prompt.ids for prompt in encoded]
     done = record(target, draft, sequences, config, display.progress)
-    done.save(out)
+    if is_first():
+        done.save(out)
     return done
 
 
@@ -341,11 +345,18 @@ def _header(flags: GenerateFlags, target: Target, draft: Draft | None) -> dict[s
             "chat": flags.prompts.use_chat,
             "dtype": models.numerics.dtype,
             "implementation": implementations(target, config),
+            **_mesh_of(models),
         },
         "target_hash": target.identity,
         "draft_hash": None if draft is None else draft.identity,
         "machine": machine(),
     }
+
+
+def _mesh_of(models: ModelFlags) -> dict[str, str]:
+    """The mesh and the cache's layout on it; nothing without a mesh, so that old files go on."""
+    mesh = models.numerics.mesh
+    return {} if mesh is None else {"mesh": str(mesh), "cache": mesh.cache}
 
 
 class _Printer:

@@ -10,11 +10,19 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from jaxspec.aliases import Dtype
+from jaxspec.aliases import CacheLayout, Dtype
 from jaxspec.contracts import Boundaries
 from jaxspec.errors import InputError
 
-__all__ = ["DraftConfig", "Numerics", "RotaryConfig", "TargetConfig", "TreeConfig", "Yarn"]
+__all__ = [
+    "DraftConfig",
+    "MeshConfig",
+    "Numerics",
+    "RotaryConfig",
+    "TargetConfig",
+    "TreeConfig",
+    "Yarn",
+]
 
 NUM_KEPT_CANDIDATES = 32
 """Draft candidates kept between steps: the widest tree that one state can serve."""
@@ -130,6 +138,39 @@ class DraftConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices in a grid, written DATAxMODEL, and how the target's cache lies on them.
+
+    Attributes:
+      data: groups of devices; each serves its share of the batch, and never waits for another.
+      model: devices of a group, which share the weights and the work of every layer.
+      cache: the latent cache serves all heads together, so heads cannot cut it. "replicated" keeps
+        all of it on every device of a group; "slots" deals its slots out to them, for twice the
+        collectives in a layer.
+    """
+
+    data: int
+    model: int
+    cache: CacheLayout = "replicated"
+
+    @classmethod
+    def parse(cls, text: str, cache: CacheLayout = "replicated") -> "MeshConfig":
+        """The mesh written as `1x8`.
+
+        Raises:
+          InputError: it is written otherwise.
+        """
+        parts = text.lower().split("x")
+        if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
+            raise InputError(f"mesh {text!r}: expected DATAxMODEL, as in 1x8")
+        data, model = map(int, parts)
+        return cls(data, model, cache)
+
+    def __str__(self) -> str:
+        return f"{self.data}x{self.model}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Numerics:
     """How a model is computed, whatever its checkpoint.
 
@@ -139,11 +180,13 @@ class Numerics:
         `dtype`; "bfloat16" first rounds it to bf16, as compressed-tensors and transformers do
         even when asked for f32.
       implementation: of the kernels that have several; None takes the best that can run here.
+      mesh: the devices that share it; None is one device, and no communication.
     """
 
     dtype: Dtype = "bfloat16"
     expert_product: Literal["exact", "bfloat16"] = "exact"
     implementation: Literal["mosaic", "xla"] | None = None
+    mesh: MeshConfig | None = None
 
     @property
     def jnp_dtype(self) -> jnp.dtype:

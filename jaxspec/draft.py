@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxspec.cache import KeyValues
+from jaxspec.collectives import add, all_logits, look_up
 from jaxspec.config import DraftConfig, Numerics
 from jaxspec.contracts import Features, TargetIds, VocabMap
 from jaxspec.dims import typed
@@ -171,14 +172,15 @@ class Draft(nnx.Module):
         target: Borrowed,
     ) -> DraftPass:
         table_VD = target.embed if self.embed is None else self.embed[...]
-        embedding_BTD = self.input_norm(table_VD[ids_BT])
+        mesh = self.numerics.mesh
+        embedding_BTD = self.input_norm(look_up(table_VD, ids_BT, mesh))
         normed_BTD = self.hidden_norm(hidden_BTD)
         residual_BTD = normed_BTD if self.config.norm_before_residual else hidden_BTD
         y_BTD, rows = self.attention(
             jnp.concatenate([embedding_BTD, normed_BTD], axis=-1), at, cache, earlier
         )
-        x_BTD = residual_BTD + y_BTD
-        return DraftPass(x_BTD + self.mlp(self.post_norm(x_BTD)), rows)
+        x_BTD = add(residual_BTD, y_BTD, mesh=mesh)
+        return DraftPass(add(x_BTD, self.mlp(self.post_norm(x_BTD)), mesh=mesh), rows)
 
     @full_f32
     @typed
@@ -187,4 +189,5 @@ class Draft(nnx.Module):
     ) -> Float[Array, "B T U"]:
         """Logits over the draft's vocabulary, f32."""
         head_DU = target.head if self.head is None else self.head[...]
-        return jnp.matmul(self.norm(recurrent_BTD), head_DU, preferred_element_type=jnp.float32)
+        logits = jnp.matmul(self.norm(recurrent_BTD), head_DU, preferred_element_type=jnp.float32)
+        return all_logits(logits, self.numerics.mesh)

@@ -5,16 +5,21 @@ from typing import Annotated
 
 import typer
 
-from jaxspec.aliases import Convention, Dtype
+from jaxspec.aliases import CacheLayout, Convention, Dtype
 
 __all__ = [
+    "CacheFlag",
     "CaptureFlag",
     "ChatFlag",
     "CompileCacheFlag",
     "ConventionFlag",
+    "CoordinatorFlag",
     "DraftFlag",
     "DtypeFlag",
     "JsonFlag",
+    "MeshFlag",
+    "NumProcessesFlag",
+    "ProcessIndexFlag",
     "PromptArgument",
     "PromptFileFlag",
     "TargetFlag",
@@ -61,6 +66,43 @@ DtypeFlag = Annotated[
     typer.Option(
         "--dtype",
         help="Of weights, activations and caches. Default: float32 on a CPU, bfloat16 elsewhere.",
+    ),
+]
+MeshFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh",
+        metavar="DATAxMODEL",
+        help="Devices, as in 1x8: DATA groups of them share the prompts, the MODEL devices of a "
+        "group every layer. Default: one device.",
+    ),
+]
+CacheFlag = Annotated[
+    CacheLayout | None,
+    typer.Option(
+        "--cache",
+        help="On a mesh, whether each device of a group keeps all of the target's cache, or its "
+        "share of the slots. Default: replicated.",
+    ),
+]
+CoordinatorFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="Of a run over several processes: where process 0 listens. Default: one process.",
+    ),
+]
+NumProcessesFlag = Annotated[
+    int | None,
+    typer.Option("--num-processes", metavar="N", help="How many there are. Default: one."),
+]
+ProcessIndexFlag = Annotated[
+    int | None,
+    typer.Option(
+        "--process-index",
+        metavar="I",
+        help="Which of them this is, from 0; the first one prints and writes. Default: one.",
     ),
 ]
 PromptArgument = Annotated[str | None, typer.Argument(metavar="PROMPT", help="Text.")]

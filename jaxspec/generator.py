@@ -9,19 +9,21 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxspec.collectives import padded_slots
 from jaxspec.config import TargetConfig, TreeConfig
 from jaxspec.contracts import Boundaries
 from jaxspec.draft import Draft
 from jaxspec.errors import InputError
 from jaxspec.kernels import expert_matmul, mla_attention, tree_verify
 from jaxspec.sampling import Sampling
+from jaxspec.sharding import devices_of, specs_of
 from jaxspec.step import Admission, Settings, State, Status, decode, empty_state, prefill
 from jaxspec.target import Target
 
@@ -175,7 +177,7 @@ class Generator:
 
         Raises:
           ContractError: draft and target do not belong together.
-          InputError: a config that cannot run.
+          InputError: a config that cannot run, on the mesh of the target's numerics.
         """
         if (draft is None) != (config.tree is None):
             raise InputError("a draft wants a tree and a tree a draft: one of the two is missing")
@@ -187,6 +189,7 @@ class Generator:
                     f"tree {config.tree}: {config.tree.branches} branches over a draft vocabulary "
                     f"of {vocab_size}"
                 )
+        self._devices = devices_of(target, draft, config.batch_size)
         implementations(target, config)  # or what was asked for by name cannot run
         if capture is None and draft is not None:
             capture = target.asked_for(draft.config.boundaries)
@@ -197,6 +200,8 @@ class Generator:
         self._vocab_size = target.config.vocab_size
         self._settings = Settings(config.tree, capture, stop_ids, config.prefill_chunk)
         graph, self._params = nnx.split((target, draft))
+        if self._devices is not None:
+            self._params = self._devices.put(self._params)
         new_state = functools.partial(empty_state, target, draft, config.batch_size, self.slots)
         started = time.perf_counter()
         state, new = jax.eval_shape(new_state), jax.eval_shape(self._admission)
@@ -204,14 +209,27 @@ class Generator:
         max_steps = jax.ShapeDtypeStruct((), jnp.int32)
         self._decode = self._compile("decode", decode, graph, state, max_steps)
         self.compile_s = time.perf_counter() - started
-        self._state: State = jax.jit(new_state)()
+        where = None if self._devices is None else self._devices.shardings(state)
+        self._state: State = jax.jit(new_state, out_shardings=where)()
 
     def _compile(self, name: str, program: Callable, graph, state, argument) -> Callable:
         def traced(params, state, argument):
             self.num_traces[name] += 1
             return program(*nnx.merge(graph, params), state, argument, self._settings)
 
-        return jax.jit(traced, donate_argnums=1).lower(self._params, state, argument).compile()
+        devices, arguments = self._devices, (self._params, state, argument)
+        if devices is not None:
+            specs = specs_of(arguments, devices.config)
+            traced = devices.spread(traced, specs, specs[1])
+            arguments = devices.shapes(arguments)
+        return jax.jit(traced, donate_argnums=1).lower(*arguments).compile()
+
+    def _put(self, tree: Any) -> Any:
+        """Inputs of a program, on the mesh's devices if there is one."""
+        return tree if self._devices is None else self._devices.put(tree)
+
+    def _fetch(self, tree: Any) -> Any:
+        return jax.device_get(tree) if self._devices is None else self._devices.fetch(tree)
 
     def run(
         self,
@@ -303,13 +321,14 @@ class Generator:
     def _timed(self, program: Callable, argument) -> float:
         """Milliseconds that a program took to update the state."""
         started = time.perf_counter()
-        self._state = jax.block_until_ready(program(self._params, self._state, argument))
+        new = self._put(argument)
+        self._state = jax.block_until_ready(program(self._params, self._state, new))
         return 1e3 * (time.perf_counter() - started)
 
     def _collect(self, places, completions, should_stop, on_finish) -> None:
         """Shows new tokens to `should_stop`, and turns places that ended into completions."""
         state = self._state
-        status, tokens, num_tokens, accepted, num_steps = jax.device_get(
+        status, tokens, num_tokens, accepted, num_steps = self._fetch(
             (state.status, state.tokens, state.num_tokens, state.accepted, state.num_steps)
         )
         is_stopped, failures = np.zeros(len(places), bool), []
@@ -350,8 +369,9 @@ class Generator:
 
     def _set_idle(self, is_stopped: np.ndarray) -> None:
         """Ends what runs in these places of the batch."""
-        status = jnp.where(is_stopped, Status.IDLE, self._state.status)
-        self._state = dataclasses.replace(self._state, status=status)
+        status = np.where(is_stopped, np.int32(Status.IDLE), self._fetch(self._state.status))
+        new = self._put({"status": jnp.asarray(status)})
+        self._state = dataclasses.replace(self._state, **new)
 
 
 def implementations(target: Target, config: GenerateConfig) -> dict[str, str]:
@@ -360,7 +380,15 @@ def implementations(target: Target, config: GenerateConfig) -> dict[str, str]:
     Raises:
       InputError: one was asked for by name, and cannot run here.
     """
-    c, dtype, batch = target.config, target.numerics.jnp_dtype, config.batch_size
+    c, dtype, mesh = target.config, target.numerics.jnp_dtype, target.numerics.mesh
+    batch, heads, slots = config.batch_size, c.num_attention_heads, config.slots(c)
+    if mesh is not None:
+        batch //= mesh.data
+        # A device attends with its heads to all slots, or with all heads to its slots.
+        if mesh.cache == "slots":
+            slots = padded_slots(slots, mesh) // mesh.model
+        else:
+            heads //= mesh.model
     gate_up, down = target.experts.stacks()
 
     def why_not(tokens: int, has_tree: bool) -> dict[str, str | None]:
@@ -373,9 +401,9 @@ def implementations(target: Target, config: GenerateConfig) -> dict[str, str]:
         def shape(*sizes: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(sizes, dtype)
 
-        q_latent = shape(batch, tokens, c.num_attention_heads, c.kv_lora_rank)
-        q_rotary = shape(batch, tokens, c.num_attention_heads, c.qk_rope_head_dim)
-        latent = shape(c.num_hidden_layers, batch, config.slots(c), c.kv_lora_rank)
+        q_latent = shape(batch, tokens, heads, c.kv_lora_rank)
+        q_rotary = shape(batch, tokens, heads, c.qk_rope_head_dim)
+        latent = shape(c.num_hidden_layers, batch, slots, c.kv_lora_rank)
         x = shape(batch * tokens, c.hidden_size)
         logits = jax.ShapeDtypeStruct((batch, nodes, c.vocab_size), jnp.float32)
         return {

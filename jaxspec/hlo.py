@@ -1,4 +1,4 @@
-"""Reading a compiled program: what do its loops write?
+"""Reading a compiled program: what do its loops write, and what do its devices say to each other?
 
 A loop that copies a cache or a stack of experts still computes the right thing, only gigabytes a
 step slower. The scheduled HLO says so before any machine has run it.
@@ -9,7 +9,7 @@ import math
 import re
 from typing import NamedTuple
 
-__all__ = ["Write", "loop_writes"]
+__all__ = ["Collective", "Write", "collectives", "loop_writes"]
 
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4,
           "f32": 4, "s64": 8, "u64": 8, "f64": 8, "s4": 0.5, "u4": 0.5, "f8e4m3fn": 1}  # fmt: skip
@@ -19,7 +19,10 @@ _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _CALLED = re.compile(
     r"(?:body|condition|true_computation|false_computation|calls|to_apply)=%?([\w.\-]+)"
 )
+_BODY = re.compile(r"body=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_COLLECTIVES = {"all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute",
+                "collective-broadcast", "ragged-all-to-all"}  # fmt: skip
 
 # They hand buffers on, or update one where it lies; a copy they needed would stand there itself.
 _IN_PLACE = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call",
@@ -79,7 +82,7 @@ def loop_writes(hlo: str) -> list[Write]:
         for instructions in computations.values()
         for i in instructions.values()
         if i.opcode == "while"
-        for body in re.findall(r"body=%?([\w.\-]+)", i.text)
+        for body in _BODY.findall(i.text)
     ]
     reached: set[str] = set()
     while waiting:
@@ -89,8 +92,7 @@ def loop_writes(hlo: str) -> list[Write]:
         reached.add(name)
         for i in computations[name].values():
             if i.opcode in ("while", "conditional", "call"):
-                waiting += _CALLED.findall(i.text)
-                waiting += [n.strip(" %") for b in _BRANCHES.findall(i.text) for n in b.split(",")]
+                waiting += _called(i)
     writes = []
     for name in sorted(reached):
         for i in computations[name].values():
@@ -103,6 +105,65 @@ def loop_writes(hlo: str) -> list[Write]:
                         if dtype in _BYTES
                     ]
     return writes
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One exchange between devices.
+
+    Attributes:
+      opcode: all-reduce, all-gather, all-to-all and the like.
+      num_bytes: of its result, on each device.
+      text: the instruction.
+    """
+
+    opcode: str
+    num_bytes: float
+    text: str
+
+
+def collectives(hlo: str) -> dict[str | None, list[Collective]]:
+    """The exchanges in the body of each loop, by the body's name, and under None those in no loop.
+
+    Those of a loop within a loop are the inner one's alone. A loop without any is left out.
+
+    Raises:
+      ValueError: the text holds no computation.
+    """
+    computations = _parse(hlo)
+    if not computations:
+        raise ValueError("no computation found: this is not the text of a compiled program")
+    instructions = [i for found in computations.values() for i in found.values()]
+    bodies = [b for i in instructions if i.opcode == "while" for b in _BODY.findall(i.text)]
+    in_loop: dict[str, str] = {}  # of each computation, the innermost loop that runs it
+    for body in bodies:
+        waiting = [body]
+        while waiting:
+            name = waiting.pop()
+            in_loop[name] = body
+            for i in computations[name].values():
+                if i.opcode in ("conditional", "call"):
+                    waiting += _called(i)
+    found: dict[str | None, list[Collective]] = {}
+    for name, computation in computations.items():
+        for i in computation.values():
+            opcode = i.opcode.removesuffix("-start")
+            if opcode in _COLLECTIVES:
+                # An asynchronous start lists its operands too; the last array is its result's.
+                arrays = [Write(opcode, d, _shape(s), "") for d, s in _ARRAY.findall(i.result)]
+                counted = arrays[-1:] if i.opcode.endswith("-start") else arrays
+                size = sum(array.num_bytes for array in counted)
+                found.setdefault(in_loop.get(name), []).append(
+                    Collective(opcode, size, i.text.strip())
+                )
+    return found
+
+
+def _called(instruction: _Instruction) -> list[str]:
+    """The computations that a call, a conditional or a loop runs."""
+    branches = _BRANCHES.findall(instruction.text)
+    named = [name.strip(" %") for branch in branches for name in branch.split(",")]
+    return _CALLED.findall(instruction.text) + named
 
 
 def _parse(hlo: str) -> _Computations:

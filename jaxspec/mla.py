@@ -12,9 +12,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache import Latents
+from jaxspec.collectives import attend_latents
 from jaxspec.config import Numerics, TargetConfig
 from jaxspec.dims import typed
-from jaxspec.kernels.mla_attention import mla_attention
 from jaxspec.layers import RMSNorm, rotate, weight
 
 __all__ = ["LatentAttention", "Pass"]
@@ -64,6 +64,8 @@ class LatentAttention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T C"], Float[Array, "B T R"]]:
         """The output before the residual, and this call's rows for the cache: latent, rotary.
 
+        On a mesh the output is of this device's heads, and `collectives.add` sums it.
+
         Args:
           cache: of all layers, read-only; `layer` is read.
         """
@@ -75,7 +77,8 @@ class LatentAttention(nnx.Module):
         latent_BTC, k_rope_BTR = jnp.split(x_BTD @ self.kv_a[...], [c.kv_lora_rank], axis=-1)
         latent_BTC = self.kv_a_norm(latent_BTC)
         rotary_BTR = rotate(k_rope_BTR[:, :, None], angles, c.rotary.kind)[:, :, 0]
-        mixed_BTNC, _ = mla_attention(
+        mixed_BTNC = attend_latents(
+            self.numerics.mesh,
             q_latent_BTNC,
             q_rotary_BTNR,
             cache.latent,

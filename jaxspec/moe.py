@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxspec.collectives import held_experts
 from jaxspec.config import Numerics, TargetConfig
 from jaxspec.dims import typed
 from jaxspec.kernels.expert_matmul import PackedInt4, expert_matmul
@@ -102,13 +103,18 @@ class RoutedExperts(nnx.Module):
     def __call__(
         self, x_BTD: Float[Array, "B T D"], routing: Routing, layer: Int[Array, ""]
     ) -> Float[Array, "B T D"]:
-        """The weighted sum of the chosen experts of sparse layer `layer`, in x's dtype."""
+        """The weighted sum of the chosen experts of sparse layer `layer`, in x's dtype.
+
+        On a mesh it is that of the experts held here, and `collectives.add` sums it.
+        """
         tokens = x_BTD.shape[0] * x_BTD.shape[1]
         out_MD = expert_matmul(
             x_BTD.reshape(tokens, -1),
             *self.stacks(),
             layer,
-            routing.expert.reshape(tokens, -1),
+            held_experts(routing.expert, self.config.n_routed_experts, self.numerics.mesh).reshape(
+                tokens, -1
+            ),
             routing.weight.reshape(tokens, -1),
             product=self.numerics.expert_product,
             implementation=self.numerics.implementation,

@@ -10,15 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jaxspec.aliases import Progress
-from jaxspec.cache import commit
+from jaxspec.cache import KeyValues, Latents, commit
 from jaxspec.contracts import Boundaries, TargetIds
 from jaxspec.draft import Borrowed, Draft
 from jaxspec.errors import InputError
 from jaxspec.mla import Pass
+from jaxspec.sharding import devices_of, specs_of
 from jaxspec.target import Target
 from jaxspec.version import version
 
@@ -115,26 +117,23 @@ def record(
     if not sequences or not all(map(len, sequences)):
         raise InputError("there is nothing to record: no sequence, or an empty one")
     plan = _plan(target, draft, config)
-    tokens_BT, lengths_B = _padded(sequences)
-    batch, slots = tokens_BT.shape
-    graph, params = nnx.split((target, draft))
-    caches = (
-        target.empty_cache(batch, slots),
-        None if draft is None else draft.empty_cache(batch, slots),
-    )
+    mesh = target.numerics.mesh
+    tokens_BT, lengths_B = _padded(sequences, 1 if mesh is None else mesh.data)
+    slots = tokens_BT.shape[1]
+    reader = _Reader(target, draft, plan, *tokens_BT.shape)
     one_more = np.pad(tokens_BT, ((0, 0), (0, 1)))  # the draft reads one token further
     chunks = []
     for start in range(0, slots, CHUNK):
         tokens = one_more[:, start : start + CHUNK + 1]
-        caches, arrays = _chunk(graph, params, caches, tokens, lengths_B, np.int32(start), plan)
-        chunks.append(jax.device_get(arrays))
+        chunks.append(reader.read(tokens, lengths_B, start))
         if progress is not None:
             progress("recording", start + CHUNK, slots)
-    longest = int(lengths_B.max())
+    batch, longest = len(sequences), int(lengths_B.max())
+    tokens_BT, lengths_B = tokens_BT[:batch], lengths_B[:batch]
     is_real_BT = np.arange(longest) < lengths_B[:, None]
     kept = {"tokens": tokens_BT[:, :longest], "lengths": lengths_B}
     for name in chunks[0]:
-        array = np.concatenate([chunk[name] for chunk in chunks], axis=1)[:, :longest]
+        array = np.concatenate([chunk[name] for chunk in chunks], axis=1)[:batch, :longest]
         is_real = is_real_BT.reshape(is_real_BT.shape + (1,) * (array.ndim - 2))
         kept[name] = np.where(is_real, array, np.zeros((), array.dtype))
     metadata = {
@@ -174,17 +173,57 @@ def _plan(target: Target, draft: Draft | None, config: RecordConfig) -> _Plan:
     return _Plan(kept, features, capture, config.top)
 
 
-def _padded(sequences: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [B,T] for a whole number of chunks, zero past each length, and the lengths."""
-    lengths = np.asarray([len(ids) for ids in sequences], np.int32)
-    tokens = np.zeros((len(sequences), -(-lengths.max() // CHUNK) * CHUNK), np.int32)
-    for row, ids in zip(tokens, sequences, strict=True):
+def _padded(sequences: Sequence[Sequence[int]], groups: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [B,T] for a whole number of chunks, zero past each length, and the lengths.
+
+    Empty sequences fill up the batch, so that every group of a mesh's devices has as many.
+    """
+    lengths = np.zeros(-(-len(sequences) // groups) * groups, np.int32)
+    lengths[: len(sequences)] = [len(ids) for ids in sequences]
+    tokens = np.zeros((len(lengths), -(-lengths.max() // CHUNK) * CHUNK), np.int32)
+    for row, ids in zip(tokens, sequences, strict=False):
         row[: len(ids)] = ids
     return tokens, lengths
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "plan"), donate_argnames="caches")
-def _chunk(graph, params, caches, tokens, lengths_B, start, plan: _Plan):
+class _Reader:
+    """The models, their caches, and where both live: reads chunk after chunk."""
+
+    def __init__(
+        self, target: Target, draft: Draft | None, plan: _Plan, batch: int, slots: int
+    ) -> None:
+        graph, self._params = nnx.split((target, draft))
+
+        def new_caches() -> tuple[Latents, KeyValues | None]:
+            drafts = None if draft is None else draft.empty_cache(batch, slots)
+            return target.empty_cache(batch, slots), drafts
+
+        self._devices = devices = devices_of(target, draft, batch)
+        if devices is None:
+            self._caches = new_caches()
+            self._program = functools.partial(_chunk_alone, graph, plan)
+            return
+        self._params = devices.put(self._params)
+        shapes = jax.eval_shape(new_caches)
+        self._caches = jax.jit(new_caches, out_shardings=devices.shardings(shapes))()
+        params, caches = specs_of((self._params, shapes), devices.config)
+        program = devices.spread(
+            functools.partial(_chunk, graph, plan),
+            (params, caches, P("data"), P("data"), P()),
+            (caches, P("data")),
+        )
+        self._program = jax.jit(program, donate_argnums=1)
+
+    def read(self, tokens: np.ndarray, lengths: np.ndarray, start: int) -> dict[str, np.ndarray]:
+        """The arrays of the tokens [B,CHUNK+1] that stand at `start`, and of the one after."""
+        devices, given = self._devices, (tokens, lengths, np.int32(start))
+        if devices is not None:
+            given = map(devices.put_as, given, (P("data"), P("data"), P()))
+        self._caches, arrays = self._program(self._params, self._caches, *given)
+        return jax.device_get(arrays) if devices is None else devices.fetch(arrays)
+
+
+def _chunk(graph, plan: _Plan, params, caches, tokens, lengths_B, start):
     """The caches with this chunk's rows, and its arrays, [B,CHUNK,...] each."""
     target, draft = nnx.merge(graph, params)
     c, (target_cache, draft_cache) = target.config, caches
@@ -195,7 +234,7 @@ def _chunk(graph, params, caches, tokens, lengths_B, start, plan: _Plan):
     at = Pass(pos_BT, start_B, None, is_real_BT)
     place = row_BT, start_B, is_real_BT.sum(1, dtype=jnp.int32)
     seen = target(TargetIds(tokens[:, :CHUNK], c.vocab_size), at, target_cache, plan.capture)
-    target_cache = commit(target_cache, seen.rows, *place)
+    target_cache = commit(target_cache, seen.rows, *place, target.stripe)
     logits_BTV = target.logits(seen.hidden)
     arrays = {}
     for b in plan.kept:
@@ -221,3 +260,6 @@ def _chunk(graph, params, caches, tokens, lengths_B, start, plan: _Plan):
             draft_cache = commit(draft_cache, drafted.rows, *place)
             arrays["draft.logits"] = draft.logits(drafted.recurrent, borrowed)
     return (target_cache, draft_cache), arrays
+
+
+_chunk_alone = jax.jit(_chunk, static_argnames=("graph", "plan"), donate_argnames="caches")

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxspec.config import TreeConfig
+from jaxspec.config import MeshConfig, TreeConfig
 from jaxspec.draft import Draft
 from jaxspec.figures import accept_per_depth, ratio
 from jaxspec.generator import Completion, Generator, Run, implementations
@@ -74,6 +74,7 @@ class GenerateReport:
         what the draft states that it was trained on, and where that was read. None without a
         draft.
       device, dtype: what ran it, and in what.
+      mesh: the devices that shared it, and how the target's cache lay on them; None for one.
       implementations: of the kernels that have several, by the kernel's name.
       prefill_ms, decode_ms: wall time of the run's two phases, all prompts together, compilation
         not included.
@@ -93,6 +94,7 @@ class GenerateReport:
     draft_claim: str | None
     device: str
     dtype: str
+    mesh: MeshConfig | None
     implementations: dict[str, str]
     jax_version: str
     prefill_ms: float
@@ -133,6 +135,8 @@ class GenerateReport:
             "dtype": self.dtype,
             "implementation": "+".join(sorted(set(self.implementations.values()))),
             "implementations": self.implementations,
+            "mesh": None if self.mesh is None else str(self.mesh),
+            "cache": None if self.mesh is None else self.mesh.cache,
             "jax_version": self.jax_version,
             "kind": "measured",
             "machine": self.machine,
@@ -142,7 +146,8 @@ class GenerateReport:
     def summary(self) -> str:
         """Two lines for a reader: how much was accepted and how fast, and of what features."""
         speed = f"{self.tokens_per_s:.1f} tokens/s" if self.tokens_per_s else "nothing decoded"
-        ran = f"{speed} on {self.device} in {self.dtype}; compiled in {self.compile_s:.1f} s"
+        device = self.device if self.mesh is None else f"mesh {self.mesh} of {self.device}"
+        ran = f"{speed} on {device} in {self.dtype}; compiled in {self.compile_s:.1f} s"
         if self.tree is None:
             return f"no draft, {ran}"
         if self.accept_length is None:
@@ -188,6 +193,7 @@ def report_of(
         draft_claim=None if draft is None else str(draft.config.boundaries),
         device=jax.devices()[0].device_kind,
         dtype=target.numerics.dtype,
+        mesh=target.numerics.mesh,
         implementations=implementations(target, generator.config),
         jax_version=jax.__version__,
         prefill_ms=run.prefill_ms,

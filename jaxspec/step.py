@@ -200,7 +200,9 @@ def prefill(
         is_bad_B = has_last_B & is_nan_B
         state = dataclasses.replace(
             state,
-            target_cache=commit(state.target_cache, seen.rows, rows_BT, first_B, count_B),
+            target_cache=commit(
+                state.target_cache, seen.rows, rows_BT, first_B, count_B, target.stripe
+            ),
             root=root_B,
             status=jnp.where(is_bad_B, Status.TARGET_NOT_FINITE, state.status),
         )
@@ -299,7 +301,9 @@ def step(target: Target, draft: Draft | None, state: State, settings: Settings) 
         bonus_B1 = jnp.maximum(count_B - 1, 0)[:, None]
         state = dataclasses.replace(
             state,
-            target_cache=commit(state.target_cache, seen.rows, accepted.path, length_B, count_B),
+            target_cache=commit(
+                state.target_cache, seen.rows, accepted.path, length_B, count_B, target.stripe
+            ),
             root=jnp.where(
                 count_B > 0,
                 jnp.take_along_axis(accepted.tokens, bonus_B1, axis=1)[:, 0],
@@ -358,7 +362,10 @@ def _emit(
     """The state with tokens emitted, and how many were: up to a stop token or the limit."""
     place = jnp.arange(token_BP.shape[1])[None]
     is_offered_BP = place < offered_B[:, None]
-    is_stop_BP = jnp.isin(token_BP, jnp.asarray(settings.stop_ids, jnp.int32)) & is_offered_BP
+    if settings.stop_ids:
+        is_stop_BP = jnp.isin(token_BP, jnp.asarray(settings.stop_ids, jnp.int32)) & is_offered_BP
+    else:  # no array of size 0: on a mesh, XLA (jax 0.11.2) crashes over one in a while loop
+        is_stop_BP = jnp.zeros_like(is_offered_BP)
     until_stop_B = jnp.where(is_stop_BP.any(1), jnp.argmax(is_stop_BP, axis=1) + 1, offered_B)
     count_B = jnp.minimum(until_stop_B, state.limit - state.num_tokens)
     count_B = jnp.where(offered_B > 0, count_B, 0)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxspec.cache import Latents
+from jaxspec.cache import Latents, Stripe
+from jaxspec.collectives import add, all_logits, look_up, padded_slots, stripe_of
 from jaxspec.config import Numerics, TargetConfig
 from jaxspec.contracts import Boundaries, ContractError, Features, TargetIds
 from jaxspec.dims import typed
@@ -105,10 +106,15 @@ class Target(nnx.Module):
     def empty_cache(self, batch: int, slots: int) -> Latents:
         """A cache with room for `slots` tokens of each sequence; its contents mean nothing yet."""
         c, dtype = self.config, self.numerics.jnp_dtype
-        rows = (c.num_hidden_layers, batch, slots)
+        rows = (c.num_hidden_layers, batch, padded_slots(slots, self.numerics.mesh))
         return Latents(
             jnp.zeros((*rows, c.kv_lora_rank), dtype), jnp.zeros((*rows, c.qk_rope_head_dim), dtype)
         )
+
+    @property
+    def stripe(self) -> Stripe | None:
+        """The slots of the cache that this device holds, for `cache.commit`; None is all."""
+        return stripe_of(self.numerics.mesh)
 
     @full_f32
     def __call__(
@@ -126,8 +132,9 @@ class Target(nnx.Module):
             raise ContractError(
                 f"target: asked to capture {capture}\n  but this target is {self.identity}"
             )
-        c = self.config
-        x_BTD = self.embed[...][TargetIds.require(tokens, c.vocab_size, "target")]
+        c, mesh = self.config, self.numerics.mesh
+        ids_BT = TargetIds.require(tokens, c.vocab_size, "target")
+        x_BTD = look_up(self.embed[...], ids_BT, mesh)
         angles = rotary_angles(c.rotary, at.pos)
         # boundary -> slot of the capture buffer; the last slot takes what nobody asked for. A
         # boundary asked for twice is captured once and repeated below.
@@ -145,14 +152,15 @@ class Target(nnx.Module):
                 y_BTD, latent, rotary = layer.attention(
                     layer.input_norm(x_BTD), at, angles, cache, index
                 )
-            return x_BTD + y_BTD, Latents(latent, rotary)
+                x_BTD = add(x_BTD, y_BTD, mesh=mesh)
+            return x_BTD, Latents(latent, rotary)
 
         def dense(carry, layer, index, _):
             x_BTD, captured_KBTD = carry
             captured_KBTD = captured_KBTD.at[jnp.asarray(slot_of)[index]].set(x_BTD)
             x_BTD, rows = attend(layer, x_BTD, index)
             with jax.named_scope("mlp"):
-                x_BTD = x_BTD + layer.mlp(layer.post_norm(x_BTD))
+                x_BTD = add(x_BTD, layer.mlp(layer.post_norm(x_BTD)), mesh=mesh)
             return (x_BTD, captured_KBTD), (rows,)
 
         def sparse(carry, layer, index, sparse_index):
@@ -163,7 +171,7 @@ class Target(nnx.Module):
                 h_BTD = layer.post_norm(x_BTD)
                 routing = self._without_padding(layer.router(h_BTD), at)
                 routed_BTD = self.experts(h_BTD, routing, sparse_index)
-                x_BTD = x_BTD + routed_BTD + layer.shared(h_BTD)
+                x_BTD = add(x_BTD, routed_BTD, layer.shared(h_BTD), mesh=mesh)
             return (x_BTD, captured_KBTD), (rows, routing.expert, routing.margin)
 
         num_dense = c.first_k_dense_replace
@@ -186,9 +194,10 @@ class Target(nnx.Module):
     def logits(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits of the next token, f32, from the last boundary."""
         with jax.named_scope("head"):
-            return jnp.matmul(
+            logits = jnp.matmul(
                 self.norm(hidden_BTD), self.head[...], preferred_element_type=jnp.float32
             )
+            return all_logits(logits, self.numerics.mesh)
 
     def _without_padding(self, routing: Routing, at: Pass) -> Routing:
         """The routing, with no expert for tokens that are not real."""

@@ -126,8 +126,9 @@ def test_layers_are_placed_without_a_copy():
     stacks = {"w": jnp.zeros((4, 64, 64)), "b": jnp.zeros((4, 64), jnp.bfloat16)}
     jax.block_until_ready(stacks)
     before = {path: stack.unsafe_buffer_pointer() for path, stack in stacks.items()}
-    leaves = {"w": np.ones((64, 64), np.float32), "b": np.ones(64, ml_dtypes.bfloat16)}
-    placed = _place(stacks, leaves, np.asarray([2], np.int32))
+    leaves = {"w": np.ones((1, 64, 64), np.float32), "b": np.ones((1, 64), ml_dtypes.bfloat16)}
+    starts = {"w": np.asarray([2, 0, 0], np.int32), "b": np.asarray([2, 0], np.int32)}
+    placed = _place(stacks, leaves, starts)
     assert {path: stack.unsafe_buffer_pointer() for path, stack in placed.items()} == before
     assert float(placed["w"].sum()) == 64 * 64
     assert all(stack.is_deleted() for stack in stacks.values())

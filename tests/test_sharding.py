@@ -1,0 +1,400 @@
+"""A mesh of devices gives what one device gives; where every array lies, and who talks when.
+
+Whole runs are on eight CPU devices, in a process of their own: `on_eight_devices.py`.
+"""
+
+import ast
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxspec import cli
+from jaxspec.cache import Latents, Stripe, commit
+from jaxspec.checkpoint import _Share
+from jaxspec.collectives import held_experts
+from jaxspec.config import MeshConfig, Numerics
+from jaxspec.convert.plan import Part, Piece
+from jaxspec.errors import InputError
+from jaxspec.sharding import (
+    Devices,
+    check_batch,
+    check_draft,
+    check_target,
+    devices_of,
+    spec_of,
+    specs_of,
+)
+from tests import full_size, make_checkpoint, tiny
+from tests import on_eight_devices as program
+from tests.reference.target import ReferenceTarget
+from tests.speculation import NEAR_TIE
+from tests.speculation import Request as OracleRequest
+
+ROOT = Path(__file__).parent.parent
+RUNS = (("1x8", "replicated"), ("2x4", "slots"))
+MORE = (
+    ("1x8", "slots"),
+    ("2x4", "replicated"),
+    ("4x2", "replicated"),
+    ("4x2", "slots"),
+    ("8x1", "replicated"),
+    ("8x1", "slots"),
+)
+EACH = [
+    *(pytest.param(run, id=" ".join(run)) for run in RUNS),
+    *(pytest.param(run, id=" ".join(run), marks=pytest.mark.slow) for run in MORE),
+]
+
+
+@functools.cache
+def told(asked: tuple[Any, ...]) -> dict[str, Any]:
+    """What the program says of these runs."""
+    command = [sys.executable, "-m", "tests.on_eight_devices", json.dumps(asked)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    return json.loads(done.stdout)
+
+
+def of(run: tuple[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What one device gives, and what the mesh does."""
+    found = told(("loading", *RUNS) if run in RUNS else MORE)
+    return found["alone"], found[" ".join(run)]
+
+
+@pytest.mark.parametrize("run", EACH)
+def test_tokens_are_those_of_one_device(run):
+    """Greedy and sampled ones, and what each step accepted; but for near-ties, which are shown."""
+    alone, mesh = of(run)
+    assert len({len(tokens) for tokens in alone["tokens"]}) == 1
+    assert sum(map(sum, alone["accepted"])) > 10, "drafts are accepted, so extends are of paths"
+    for index, (want, got) in enumerate(zip(alone["tokens"], mesh["tokens"], strict=True)):
+        if want == got:
+            continue
+        at = next(i for i, pair in enumerate(zip(want, got, strict=True)) if len(set(pair)) > 1)
+        margin = margin_of(program.requests()[index], want[:at], program.TARGET)
+        print(f"{run}, request {index}: tokens part at {at}, where the margin is {margin}")
+        assert margin < NEAR_TIE
+    assert mesh["tokens"] != alone["tokens"] or mesh["accepted"] == alone["accepted"]
+
+
+def margin_of(request: Any, tokens: list[int], config: dict[str, Any]) -> float:
+    """By how much a target in numpy decides on the token that follows."""
+    asked = OracleRequest(
+        request.prompt_ids, request.temperature, request.top_k, request.top_p, request.seed
+    )
+    target = ReferenceTarget(tiny.target_tensors(config), config)
+    prompt = [*request.prompt_ids, *tokens]
+    seen, choose = target.run(prompt), asked.choose(config["vocab_size"])
+    return min(choose(seen.logits[-1], len(prompt)).margin, seen.margins.min())
+
+
+@pytest.mark.parametrize("run", EACH)
+def test_features_are_those_of_one_device(run):
+    """Every boundary, the features, the experts and the draft's logits, of a recorded text."""
+    differences = of(run)[1]["differences"]
+    assert {"features", "draft.logits", "boundary.004", "router.003"} <= differences.keys()
+    for name, difference in differences.items():
+        # Logits are sums of 64 products each several units large.
+        limit = 5e-5 if "logits" in name else 1e-5
+        limit = 0 if name.startswith("router.") else limit
+        assert difference <= limit, (name, difference)
+
+
+@pytest.mark.parametrize("run", EACH)
+def test_devices_do_not_come_to_differ(run):
+    """What devices of a group both hold, state and caches, is the same bits after a run."""
+    assert of(run)[1]["differing_copies"] == []
+
+
+@pytest.mark.parametrize("run", EACH)
+def test_collectives_of_a_step(run):
+    """By loop of the decode program: the step's body, the sparse layers', the draft's levels'."""
+    alone, mesh = of(run)
+    assert alone["collectives"] == {}
+    found = sorted(sorted(opcodes) for opcodes in mesh["collectives"].values())
+    if MeshConfig.parse(run[0]).model == 1:
+        assert found == []
+        return
+    two_sums, draft_pass = ["all-reduce"] * 2, ["all-gather"] + ["all-reduce"] * 3
+    exchange = ["all-gather", "all-to-all"] if run[1] == "slots" else []
+    layer = sorted(exchange + two_sums)
+    # Around the layers: embedding and head of the target. Its one dense layer is no loop.
+    step = sorted(["all-reduce", "all-gather", *layer, *draft_pass])
+    assert found == sorted([step, layer, draft_pass])
+
+
+def test_loading_fills_each_device_with_its_part():
+    loading = told(("loading", *RUNS))["loading"]
+    for form in ("hf", "converted"):
+        assert loading[form]["is_alike"]
+        assert loading[form]["is_where_the_table_says"]
+        assert loading[form]["bytes_per_device"] < 0.3 * loading["alone"]
+
+
+def test_full_size_is_cut_by_eight():
+    """Kimi-K2.5 and a draft on 1x8: what is replicated adds at most 3 % to an eighth."""
+    mesh = MeshConfig(1, 8)
+    target = full_size.abstract_target()
+    check_target(mesh, target.config)
+    params = nnx.state(target)
+    whole, mine = 0, 0
+    for leaf, spec in zip(
+        jax.tree.leaves(params),
+        jax.tree.leaves(specs_of(params, mesh), is_leaf=is_spec),
+        strict=True,
+    ):
+        size = leaf.size * leaf.dtype.itemsize
+        whole += size
+        mine += size / (8 if "model" in spec else 1)
+    assert 0 < mine / (whole / 8) - 1 < 0.03
+
+
+def is_spec(tree: Any) -> bool:
+    return isinstance(tree, jax.sharding.PartitionSpec)
+
+
+def test_every_parameter_is_in_the_table():
+    mesh = MeshConfig(2, 4)
+    for quantised in (True, False):
+        config = dict(tiny.TARGET_CONFIG)
+        if not quantised:
+            del config["quantization_config"]
+        specs_of(nnx.state(tiny.target_module(tiny.target_tensors(config), config)), mesh)
+    specs_of(nnx.state(full_size.abstract_draft(32000)), mesh)
+    with pytest.raises(KeyError, match=r"sparse\.new_thing: sharding.AXES names no axes of it"):
+        spec_of("sparse.new_thing", 2, mesh)
+
+
+def test_slots_are_cut_only_where_it_is_asked_for():
+    cut = spec_of("target_cache.latent", 4, MeshConfig(2, 4, "slots"))
+    whole = spec_of("target_cache.latent", 4, MeshConfig(2, 4))
+    assert tuple(cut) == (None, "data", "model", None)
+    assert tuple(whole) == (None, "data", None, None)
+    # Caches, and a draft's kernels of the same last name.
+    assert tuple(spec_of("draft_cache.key", 5, MeshConfig(2, 4)))[1:3] == ("model", "data")
+    assert tuple(spec_of("1.attention.key", 3, MeshConfig(2, 4))) == (None, "model", None)
+
+
+def test_stripes_deal_out_the_slots():
+    """Committed to stripes, rows lie where they would in the whole cache, dealt out."""
+    batch, slots, tokens, num = 3, 12, 5, 4
+    rng = np.random.default_rng(0)
+
+    def latents(length: int) -> Latents:
+        shapes = (2, batch, length, 6), (2, batch, length, 2)
+        return Latents(*(jnp.asarray(rng.normal(size=s), jnp.float32) for s in shapes))
+
+    cache, rows = latents(slots), latents(tokens)
+    place = (
+        jnp.asarray(rng.integers(0, tokens, (batch, tokens))),
+        jnp.asarray([0, 3, 9]),
+        jnp.asarray([5, 4, 5]),  # the last sequence runs over the end
+    )
+    whole = commit(cache, rows, *place)
+    for index in range(num):
+        stripe = Stripe(jnp.asarray(index), num)
+        dealt = jax.tree.map(lambda slots, i=index: slots[:, :, i::num], cache)
+        got = commit(dealt, rows, *place, stripe)
+        np.testing.assert_array_equal(got.latent, whole.latent[:, :, index::num])
+        np.testing.assert_array_equal(got.rotary, whole.rotary[:, :, index::num])
+        lengths = np.arange(slots + 1)
+        filled = [len(range(index, length, num)) for length in lengths]
+        np.testing.assert_array_equal(stripe.num_filled(jnp.asarray(lengths)), filled)
+
+
+def test_experts_of_other_devices_are_none_here():
+    chosen = jnp.asarray([[[0, 3, 4, 7, 8, 15, 16]]])  # 16: no expert, for padding
+
+    def held(_: jax.Array) -> jax.Array:
+        return held_experts(chosen, 16, MeshConfig(1, 4))
+
+    got = jax.vmap(held, axis_name="model")(jnp.arange(4))[:, 0, 0]
+    wanted = [[0, 3, 4, 4, 4, 4, 4], [4, 4, 0, 3, 4, 4, 4], [4, 4, 4, 4, 0, 4, 4]]
+    np.testing.assert_array_equal(got, [*wanted, [4, 4, 4, 4, 4, 3, 4]])
+
+
+def test_pieces_that_lie_across_devices():
+    """Parts of five experts, onto devices of four: each takes what overlaps."""
+    whole = np.arange(3 * 16 * 4, dtype=np.float32).reshape(3, 16, 4)
+    want = {"stack": jax.ShapeDtypeStruct(whole.shape, whole.dtype)}
+    ends = [(np.array([0, first, 0]), np.array([3, first + 4, 4])) for first in range(0, 16, 4)]
+    shares = [_Share(want, {"stack": box}, jax.devices()[0]) for box in ends]
+    for layer in range(3):
+        for first in range(0, 16, 5):
+            part = whole[layer, first : first + 5]
+            piece = Piece("experts", layer, Part(0, first, len(part)), {"stack": part})
+            for share in shares:
+                share.take(piece, piece.leaves)
+    got = np.concatenate([share.arrays["stack"] for share in shares], axis=1)
+    np.testing.assert_array_equal(got, whole)
+
+
+def test_devices_talk_in_one_file():
+    """Collectives, and the question which device this is, stand in collectives.py alone."""
+    words = {"psum", "pmax", "pmin", "pmean", "all_gather", "all_to_all", "ppermute", "axis_index"}
+    files = [*(ROOT / "jaxspec").glob("*.py")]
+    talking = {
+        path.name
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in words
+    }
+    assert talking == {"collectives.py"}
+
+
+@pytest.mark.parametrize("text", ["8", "0x8", "1x8x2", "axb", "-1x8", ""])
+def test_a_mesh_is_two_numbers(text):
+    with pytest.raises(InputError, match=r"expected DATAxMODEL, as in 1x8"):
+        MeshConfig.parse(text)
+
+
+def test_a_mesh_that_does_not_fit_is_refused(target, draft):
+    mesh = MeshConfig(1, 5)
+    with pytest.raises(InputError) as refused:
+        check_target(mesh, target.config)
+    said = "mesh 1x5: its 5 devices (MODEL) do not divide the target's num_attention_heads 3, "
+    assert str(refused.value).startswith(said + "n_routed_experts 8, vocab_size 24, ")
+    with pytest.raises(InputError, match=r"do not divide the draft's .*num_key_value_heads 2"):
+        check_draft(mesh, draft.config)
+    with pytest.raises(InputError, match=r"its 4 groups .* do not divide a batch of 6"):
+        check_batch(MeshConfig(4, 2), 6)
+    with pytest.raises(InputError, match=r"mesh 1x2 takes 2 devices, and there are 1 \(cpu\)"):
+        Devices.of(MeshConfig(1, 2))
+    other = nnx.clone(draft)
+    other.numerics = Numerics(dtype="float32", mesh=MeshConfig(1, 1))
+    with pytest.raises(InputError, match="the target is on mesh None, and its draft on 1x1"):
+        devices_of(target, other, 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--mesh", "8"), "mesh '8': expected DATAxMODEL"),
+        (("--mesh", "1x7"), "its 7 devices (MODEL) do not divide the target's"),
+        (("--mesh", "2x1"), "mesh 2x1 takes 2 devices, and there are 1"),
+        (("--cache", "slots"), "--cache slots is of a mesh: give one with --mesh"),
+        (("--mesh", "1x1", "--ceiling"), "--ceiling is measured on one device"),
+    ],
+)
+def test_the_command_line_refuses(flags, said, monkeypatch, capsys):
+    argv = ["jaxspec", "generate", "a prompt", "--compile-cache", "none", *flags]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert (exit.value.code, out) == (2, "")
+    assert said in err
+    assert err.startswith("jaxspec: ")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Path:
+    """A directory with `target` and `draft` whose sizes eight devices divide, and `ids.json`."""
+    place = tmp_path_factory.mktemp("mesh")
+    target_tensors = make_checkpoint.target_tensors(program.TARGET)
+    make_checkpoint.write(place / "target", program.TARGET, target_tensors)
+    config, _ = make_checkpoint.draft_layout("specforge")
+    draft_tensors = tiny.draft_tensors(program.DRAFT)
+    make_checkpoint.write(place / "draft", config | program.DRAFT, draft_tensors)
+    (place / "ids.json").write_text(json.dumps([[5, 9, 40], [1] * 9]))
+    return place
+
+
+def command_line(place: Path, *flags: str, devices: int = 1) -> subprocess.Popen[str]:
+    """`jaxspec generate`, started, on so many CPU devices."""
+    argv = ["generate", "--tokens", "ids.json", "--target", "target", "--draft", "draft", "--json"]
+    argv += ["--batch-size", "2", "--max-new-tokens", "12", "--context-length", "64"]
+    options = f"--xla_force_host_platform_device_count={devices} "
+    options += "--xla_backend_optimization_level=0"
+    return subprocess.Popen(
+        [sys.executable, "-m", "jaxspec", *argv, "--compile-cache", "none", *flags],
+        cwd=place,
+        env=os.environ | {"XLA_FLAGS": options, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def two_processes(
+    place: Path, flags: tuple[str, ...], other: tuple[str, ...]
+) -> list[tuple[int, str, str]]:
+    """Exit status, stdout and stderr of two processes of four devices, on the loopback address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-index")
+    started = [
+        command_line(place, *mine, *shared, str(index), devices=4)
+        for index, mine in enumerate((flags, other))
+    ]
+    try:
+        ended = [process.communicate(timeout=900) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(p.returncode, *said) for p, said in zip(started, ended, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["1x8", "2x4"])
+def test_two_processes(checkpoints, mesh):
+    """The same tokens as one process with one device; the first process alone speaks."""
+    out, err = (alone := command_line(checkpoints)).communicate()
+    assert not alone.returncode, err
+    flags = ("--mesh", mesh, "--cache", "slots")
+    first, second = two_processes(checkpoints, flags, flags)
+    assert first[0] == second[0] == 0, (first[2], second[2])
+    # Gloo, by which CPUs of several processes talk, prints that it has connected.
+    assert "{" not in second[1]
+    want, got = (json.loads(text.splitlines()[-1])["prompts"] for text in (out, first[1]))
+    assert [p["tokens"] for p in got] == [p["tokens"] for p in want]
+
+
+@pytest.mark.slow
+def test_processes_that_disagree_are_refused(checkpoints):
+    flags = ("--mesh", "1x8")
+    ended = two_processes(checkpoints, flags, (*flags, "--seed", "3"))
+    for status, out, err in ended:
+        assert status == 2
+        assert "{" not in out
+        assert "processes 1 were given other arguments than process 0" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--num-processes", "2"), "are given together or not at all"),
+        (("--coordinator", "h:1", "--num-processes", "2", "--process-index", "0"), "--mesh"),
+        (
+            ("--coordinator", "h", "--num-processes", "2", "--process-index", "0", "--mesh", "1x2"),
+            "--coordinator 'h': expected HOST:PORT",
+        ),
+        (
+            (
+                "--coordinator",
+                "h:1",
+                "--num-processes",
+                "2",
+                "--process-index",
+                "2",
+                "--mesh",
+                "1x2",
+            ),
+            "--process-index 2 of --num-processes 2: it goes from 0 to 1",
+        ),
+    ],
+)
+def test_processes_are_named_in_full(flags, said, monkeypatch, capsys):
+    test_the_command_line_refuses(flags, said, monkeypatch, capsys)
