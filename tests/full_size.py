@@ -44,8 +44,13 @@ def abstract_target(num_hidden_layers: int = 61, numerics: Numerics | None = Non
     return nnx.eval_shape(lambda: Target(config, numerics, IDENTITY, nnx.Rngs(0)))
 
 
-def abstract_draft(draft_vocab_size: int, boundaries: tuple[int, ...] = (2, 30, 58)) -> Draft:
+def abstract_draft(
+    draft_vocab_size: int,
+    boundaries: tuple[int, ...] = (2, 30, 58),
+    numerics: Numerics | None = None,
+) -> Draft:
     """A Llama-type draft as the public ones for Kimi are."""
+    numerics = numerics or Numerics()
     config = DraftConfig(
         vocab_size=163840,
         draft_vocab_size=draft_vocab_size,
@@ -61,7 +66,7 @@ def abstract_draft(draft_vocab_size: int, boundaries: tuple[int, ...] = (2, 30, 
         has_embedding=False,
         has_head=draft_vocab_size != 163840,
     )
-    return nnx.eval_shape(lambda: Draft(config, Numerics(), nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: Draft(config, numerics, nnx.Rngs(0)))
 
 
 def abstract_inputs(target: Target, draft: Draft | None, batch: int, slots: int):

@@ -232,18 +232,18 @@ class Fp8Projections:
         return TensorInfo("f", "F8_E4M3", (), 0) if "_proj" in name else None
 
 
-def wanted(config, tensors) -> list[str]:
-    """Names of the tensors that a target's rules read."""
+def wanted(config, tensors) -> set[str]:
+    """Names of the tensors that a target's rules read; one cut into pieces is read for each."""
     facts = read(config)
     matrices = Matrices(source(config, tensors=tensors), facts.quantization)
     rules = target_rules(matrices, "model.", "lm_head.weight", facts.config)
-    return [
+    return {
         one.name
         for rule in rules
         for want in rule.wants
         for one in (want, want.fp8_scale)
         if one is not None
-    ]
+    }
 
 
 AQ_MEDAI = {

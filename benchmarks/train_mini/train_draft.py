@@ -9,6 +9,7 @@ import json
 import pickle
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import draft
 import jax
@@ -52,18 +53,32 @@ def features_and_logits(config, params, ids, boundaries, capacity_factor=CAPACIT
     return jnp.concatenate([states[b] for b in boundaries], -1), logits
 
 
-def loss_fn(p, config, num_steps, step_weight, embed, features, logits, ids, draft_ids):
+class Loss(NamedTuple):
+    """What is asked of the draft.
+
+    Attributes:
+      num_steps: recurrent steps of the training-time test.
+      step_weight: what a step counts, over the one before it.
+      temperature: at which the target's probabilities are taken.
+    """
+
+    num_steps: int
+    step_weight: float
+    temperature: float
+
+
+def loss_fn(p, config, loss, embed, features, logits, ids, draft_ids):
     """Returns the weighted cross-entropy against the target's distribution, summed over steps.
 
     The label is the target's probability of each draft token; what lies outside the draft's
     vocabulary is left out, so a position counts as much as the draft can cover of it.
     """
-    label = jax.nn.softmax(logits)[..., draft_ids]
+    label = jax.nn.softmax(logits / loss.temperature)[..., draft_ids]
     total = 0.0
-    for s, out in enumerate(draft.unroll(config, p, features, embed, ids, num_steps)):
+    for s, out in enumerate(draft.unroll(config, p, features, embed, ids, loss.num_steps)):
         want = label[:, s + 1 : s + 1 + out.shape[1]]
         step_loss = -jnp.mean(jnp.sum(want * jax.nn.log_softmax(out), -1))
-        total += step_weight**s * step_loss
+        total += loss.step_weight**s * step_loss
     return total
 
 
@@ -83,18 +98,15 @@ def optimiser(p: dict) -> optax.GradientTransformation:
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6), donate_argnums=(0, 1))
-def train_step(
-    p, state, target_params, ids, config, target_config, num_steps, step_weight, draft_ids, rate
-):
+def train_step(p, state, target_params, ids, config, target_config, asked, draft_ids, rate):
     """Returns (parameters, optimiser state, loss)."""
     mesh = jax.make_mesh((jax.device_count(),), ("core",), axis_types=(AxisType.Auto,))
 
     def part(p, target_params, ids):
         features, logits = features_and_logits(target_config, target_params, ids, config.boundaries)
         loss, grads = jax.value_and_grad(loss_fn)(
-            p, config, num_steps, step_weight, target_params["embed"], features, logits, ids,
-            draft_ids,
-        )  # fmt: skip
+            p, config, asked, target_params["embed"], features, logits, ids, draft_ids
+        )
         return jax.lax.pmean((loss, grads), "core")
 
     specs = (P(), P(), P("core"))
@@ -133,6 +145,7 @@ def main() -> None:
     parser.add_argument(
         "--step-weight", type=float, default=0.8, help="of a step, over that of the one before"
     )
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the target's labels")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     stream = np.load(args.data / "train.npy")
@@ -163,8 +176,7 @@ def main() -> None:
             ids.astype(np.int32),
             config,
             target_config,
-            num_steps,
-            args.step_weight,
+            Loss(num_steps, args.step_weight, args.temperature),
             draft_ids,
             rate,
         )

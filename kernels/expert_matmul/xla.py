@@ -31,6 +31,7 @@ def expert_matmul_xla(
     product: str,
 ) -> jax.Array:
     """See `expert_matmul`."""
+    x_MD, expert_MX, weight_MX = map(jnp.asarray, (x_MD, expert_MX, weight_MX))
     stack = down.words if isinstance(down, PackedInt4) else down
     num_experts = stack.shape[1]
     is_packed = isinstance(gate_up, PackedInt4) and isinstance(down, PackedInt4)
