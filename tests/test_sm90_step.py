@@ -80,8 +80,8 @@ def test_no_loop_writes_a_share_of_the_cache_or_of_the_experts(case):
     experts_layer = config.n_routed_experts // case.devices * 3 * 2048 * 7168 // 2
     writes = loop_writes(compiled.as_text())
     of_one_expert = 2 * 2048 * 7168 // 8  # sums by 8 weights, of gate and up
-    is_read_by_xla = any(math.prod(write.shape) == of_one_expert for write in writes)
-    assert is_read_by_xla == (case.implementation == "xla")
+    is_seen = any(math.prod(write.shape) == of_one_expert for write in writes)
+    assert is_seen or case.implementation == "mosaic", "no expert is read"
     for write in writes:
         holds_slots = any(size % 129 == 0 for size in write.shape)
         assert not (holds_slots and write.num_bytes >= cache_layer / 8), write
