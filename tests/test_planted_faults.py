@@ -67,7 +67,7 @@ def short_rotary_table(monkeypatch) -> None:
 def compaction_in_place(monkeypatch) -> None:
     """Accepted rows are moved within their buffer, last one first."""
 
-    def compact(cache, rows, row_BP, start_B, count_B):
+    def compact(cache, rows, row_BP, start_B, count_B, stripe=None):
         def moved(buffer: jax.Array) -> jax.Array:
             for i in reversed(range(row_BP.shape[1])):
                 for b in range(row_BP.shape[0]):
@@ -78,7 +78,7 @@ def compaction_in_place(monkeypatch) -> None:
             return buffer
 
         in_order = jnp.broadcast_to(jnp.arange(row_BP.shape[1]), row_BP.shape)
-        return commit(cache, jax.tree.map(moved, rows), in_order, start_B, count_B)
+        return commit(cache, jax.tree.map(moved, rows), in_order, start_B, count_B, stripe)
 
     monkeypatch.setattr(step_module, "commit", compact)
 

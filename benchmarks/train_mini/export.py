@@ -152,9 +152,16 @@ def main() -> None:
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--draft", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--query-scale",
+        type=float,
+        default=1.0,
+        help="factor of the draft's queries, for scores that training drove far apart",
+    )
     args = parser.parse_args()
     params = pickle.loads((args.target / "state.pkl").read_bytes())["params"]
     trained = pickle.loads((args.draft / "draft.pkl").read_bytes())
+    trained["params"]["q"] = trained["params"]["q"] * args.query_scale
     vocab_size = json.loads((args.data / "corpus.json").read_text())["vocab_size"]
     config = target.Config(vocab_size=vocab_size)
     for name in ("mini-target", "mini-draft"):
