@@ -15,87 +15,12 @@ from jaxspec.convert.prepare import TargetCard, tie
 from jaxspec.convert.problems import CheckpointError, Problems
 from jaxspec.convert.source import TensorInfo
 from jaxspec.layers import inverse_frequencies
+from tests.real_layouts import INT4, kimi_k2_instruct_config, kimi_k25_config
 
-QUANTIZATION = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "quantization_status": "compressed",
-    "kv_cache_scheme": None,
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "input_activations": None,
-            "output_activations": None,
-            "weights": {
-                "num_bits": 4,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "group",
-                "group_size": 32,
-                "actorder": None,
-                "dynamic": False,
-                "observer": "minmax",
-            },
-        }
-    },
-    "ignore": [
-        "lm_head",
-        "re:.*self_attn.*",
-        "re:.*shared_experts.*",
-        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
-    ],
-}
-TEXT = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "kimi_k2",
-    "num_attention_heads": 64,
-    "num_key_value_heads": 64,
-    "moe_intermediate_size": 2048,
-    "num_experts_per_tok": 8,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "scoring_func": "sigmoid",
-    "routed_scaling_factor": 2.827,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "vocab_size": 163840,
-    "rope_theta": 50000.0,
-    "attention_bias": False,
-    "bos_token_id": 163584,
-    "eos_token_id": 163585,
-    "pad_token_id": 163839,
+TEXT = kimi_k25_config()["text_config"] | {
     "initializer_range": 0.02,
-    "hidden_size": 7168,
-    "num_hidden_layers": 61,
-    "intermediate_size": 18432,
-    "n_routed_experts": 384,
-    "n_shared_experts": 1,
-    "moe_layer_freq": 1,
-    "topk_method": "noaux_tc",
-    "norm_topk_prob": True,
-    "aux_loss_alpha": 0.001,
-    "seq_aux": True,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-05,
-    "max_position_embeddings": 262144,
-    "hidden_act": "silu",
-    "num_nextn_predict_layers": 0,
-    "tie_word_embeddings": False,
     "ep_size": 1,
     "pretraining_tp": 1,
-    "quantization_config": QUANTIZATION,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 64.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-    },
 }
 KIMI_K25 = {
     "architectures": ["KimiK25ForConditionalGeneration"],
@@ -110,20 +35,13 @@ KIMI_K25 = {
     "video_placeholder": "<|kimi_k25_video_placeholder|>",
     "tie_word_embeddings": False,
     "dtype": "bfloat16",
-    "quantization_config": QUANTIZATION,
+    "quantization_config": INT4,
     "text_config": TEXT,
     "vision_config": {"patch_size": 14, "vt_hidden_size": 1152},
 }
 KIMI_K2 = {key: value for key, value in TEXT.items() if key != "pad_token_id"} | {
-    "rms_norm_eps": 1e-06,
-    "max_position_embeddings": 131072,
-    "rope_scaling": TEXT["rope_scaling"] | {"factor": 32.0, "beta_fast": 1.0},
-    "quantization_config": {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-    },
+    key: kimi_k2_instruct_config()[key]
+    for key in ("rms_norm_eps", "max_position_embeddings", "rope_scaling", "quantization_config")
 }
 
 

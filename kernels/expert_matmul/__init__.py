@@ -7,6 +7,7 @@ import jax
 from jaxspec.kernels.expert_matmul.mosaic import expert_matmul_mosaic, supported
 from jaxspec.kernels.expert_matmul.packing import PackedInt4
 from jaxspec.kernels.expert_matmul.xla import expert_matmul_xla
+from jaxspec.kernels.hopper import why_not_hopper
 
 __all__ = ["Implementation", "PackedInt4", "expert_matmul", "why_not_mosaic"]
 
@@ -63,9 +64,4 @@ def why_not_mosaic(
     Args:
       x_MD: an array, or its shape.
     """
-    if jax.default_backend() != "gpu":
-        return f"the default backend is {jax.default_backend()}, not a Hopper GPU"
-    device = jax.devices()[0]
-    if device.compute_capability != "9.0":
-        return f"{device.device_kind} has compute capability {device.compute_capability}, not 9.0"
-    return supported(x_MD, gate_up, down)
+    return why_not_hopper() or supported(x_MD, gate_up, down)

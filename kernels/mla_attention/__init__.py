@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import jax
 
+from jaxspec.kernels.hopper import why_not_hopper
 from jaxspec.kernels.mla_attention.mosaic import mla_attention_mosaic, supported
 from jaxspec.kernels.mla_attention.xla import mla_attention_xla
 
@@ -73,12 +74,7 @@ def mla_attention(
 
 def why_not_mosaic(q_latent: Any, q_rotary: Any, latent: Any, has_tree: bool) -> str | None:
     """Why a call of these arrays, or shapes, runs in plain XLA here; None if it runs Mosaic's."""
-    if jax.default_backend() != "gpu":
-        return f"the default backend is {jax.default_backend()}, not a Hopper GPU"
-    device = jax.devices()[0]
-    if device.compute_capability != "9.0":
-        return f"{device.device_kind} has compute capability {device.compute_capability}, not 9.0"
-    return supported(q_latent, q_rotary, latent, has_tree=has_tree)
+    return why_not_hopper() or supported(q_latent, q_rotary, latent, has_tree=has_tree)
 
 
 def _check_tree(q_latent: jax.Array, sees: jax.Array) -> None:

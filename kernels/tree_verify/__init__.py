@@ -5,6 +5,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jaxspec.kernels.hopper import why_not_hopper
 from jaxspec.kernels.tree_verify.mosaic import supported, tree_verify_mosaic
 from jaxspec.kernels.tree_verify.sampling import Sampling
 from jaxspec.kernels.tree_verify.xla import Accepted, Verified, tree_verify_xla
@@ -68,12 +69,7 @@ def tree_verify(
 
 def why_not_mosaic(logits: Any, levels: int) -> str | None:
     """Why a call of these logits, or their shape, runs in plain XLA; None if it runs Mosaic's."""
-    if jax.default_backend() != "gpu":
-        return f"the default backend is {jax.default_backend()}, not a Hopper GPU"
-    device = jax.devices()[0]
-    if device.compute_capability != "9.0":
-        return f"{device.device_kind} has compute capability {device.compute_capability}, not 9.0"
-    return supported(logits, levels)
+    return why_not_hopper() or supported(logits, levels)
 
 
 def _check(logits, tokens, parent, depth, ancestors, length) -> None:
