@@ -88,8 +88,6 @@ def _check(logits, tokens, parent, depth, ancestors, length) -> None:
             raise ValueError(
                 f"tree_verify: {name} is {array.shape} where logits {logits.shape} make it {shape}"
             )
-        kind = jnp.bool_ if name == "ancestors" else jnp.integer
+        kind, kind_name = (jnp.bool_, "bool") if name == "ancestors" else (jnp.integer, "integer")
         if not jnp.issubdtype(array.dtype, kind):
-            raise ValueError(
-                f"tree_verify: {name} is {array.dtype} where {kind.__name__} is needed"
-            )
+            raise ValueError(f"tree_verify: {name} is {array.dtype} where {kind_name} is needed")
