@@ -6,9 +6,10 @@ from jax import lax
 
 from jaxspec.kernels.online_softmax import Part, attend, merge, over_prefix
 
-__all__ = ["gqa_attention"]
+__all__ = ["BLOCK", "gqa_attention"]
 
 BLOCK = 256
+"""Slots of the cache in a turn of the loop over its filled part."""
 
 
 def gqa_attention(
