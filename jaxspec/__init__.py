@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from jaxspec.generator import GenerateConfig, Generator, Request
     from jaxspec.hardware import Assumptions
     from jaxspec.identify import identify as identify_features
-    from jaxspec.plan import PlanConfig
     from jaxspec.plan import plan as plan_devices
+    from jaxspec.plan_models import PlanConfig
     from jaxspec.plan_report import PlanReport
     from jaxspec.recording import RecordConfig, record
     from jaxspec.report import GenerateReport
@@ -68,7 +68,8 @@ _MODULES = {
     "generator": ("GenerateConfig", "Generator", "Request"),
     "hardware": ("Assumptions",),
     "identify": ("identify_features",),
-    "plan": ("PlanConfig", "plan_devices"),
+    "plan": ("plan_devices",),
+    "plan_models": ("PlanConfig",),
     "plan_report": ("PlanReport",),
     "recording": ("RecordConfig", "record"),
     "report": ("GenerateReport",),

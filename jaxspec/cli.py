@@ -428,8 +428,8 @@ def plan(
     from jaxspec.config import TreeConfig
     from jaxspec.console import Display
     from jaxspec.hardware import Assumptions
-    from jaxspec.plan import PlanConfig
     from jaxspec.plan import plan as run
+    from jaxspec.plan_models import PlanConfig
     from jaxspec.plan_view import check_picture, draw, show
 
     if draft == "none" and tree:

@@ -6,7 +6,16 @@ from typing import Any
 from jaxspec.hardware import Assumptions
 from jaxspec.traffic import Work
 
-__all__ = ["Exchange", "Memory", "PlanReport", "ProgramPlan", "accept_lengths", "in_units"]
+__all__ = [
+    "Exchange",
+    "Memory",
+    "PlanReport",
+    "ProgramPlan",
+    "accept_lengths",
+    "bound_of",
+    "in_units",
+    "work_ms",
+]
 
 AGREEMENT = 0.005
 """By how much the rule table's own sum may differ from what XLA says a program takes."""
@@ -170,6 +179,7 @@ def work_ms(work: Work, assumed: Assumptions) -> float:
 
 
 def bound_of(work: Work, assumed: Assumptions) -> str:
+    """Which of the two floors is the larger: "bytes" or "arithmetic"."""
     only_bytes = dataclasses.replace(work, num_flops=0)
     return "bytes" if work_ms(only_bytes, assumed) >= work_ms(work, assumed) else "arithmetic"
 

@@ -191,6 +191,7 @@ def check_picture(path: Path) -> None:
 
 def draw(report: PlanReport, path: Path) -> None:
     """Writes the picture: tokens per second by accept_length, and where a step's time goes."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure  # no window, and no state that other code shares
 
     figure = Figure(figsize=(12, 4.8), layout="constrained")
@@ -242,4 +243,5 @@ def draw(report: PlanReport, path: Path) -> None:
         x=0.01,
         ha="left",
     )
-    figure.savefig(path, dpi=150)
+    with rc_context({"svg.fonttype": "none"}):  # text stays text
+        figure.savefig(path, dpi=150)

@@ -43,6 +43,10 @@ def gqa_attention(
         raise ValueError(f"gqa_attention: {heads} query heads over {kv_heads} key heads")
     dtype, scale, group = q_BTNH.dtype, width**-0.5, heads // kv_heads
     q_NBTGH = jnp.moveaxis(q_BTNH.reshape(batch, tokens, kv_heads, group, width), 2, 0)
+    if tokens * group == 1:
+        # Products of one query are a matrix and a vector, for which XLA:GPU wants the cache laid
+        # out otherwise: it writes a transposed copy of all of it in every step (seen for H200s).
+        q_NBTGH, group = jnp.pad(q_NBTGH, [(0, 0)] * 3 + [(0, 1), (0, 0)]), 2
 
     def part(key_NBSH: jax.Array, value_NBSH: jax.Array, is_seen_BTS: jax.Array) -> Part:
         scores_NBTGS = jnp.einsum(
@@ -76,4 +80,5 @@ def gqa_attention(
     if sees_BTT is None:
         sees_BTT = jnp.tri(tokens, dtype=bool)[None]
     whole = merge(prefix, part(new_key_NBTH, new_value_NBTH, sees_BTT))
-    return jnp.moveaxis(whole.out, 0, 2).reshape(q_BTNH.shape).astype(dtype)
+    out_NBTGH = whole.out[:, :, :, : heads // kv_heads]
+    return jnp.moveaxis(out_NBTGH, 0, 2).reshape(q_BTNH.shape).astype(dtype)
