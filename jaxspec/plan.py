@@ -7,7 +7,6 @@ step must read and multiply is arithmetic (`traffic.py`); times are that, and st
 
 import collections
 import contextlib
-import math
 import os
 import platform
 import time
@@ -25,7 +24,7 @@ from jaxspec.draft import Draft
 from jaxspec.errors import InputError
 from jaxspec.generator import GenerateConfig
 from jaxspec.hlo import Run, runs
-from jaxspec.kernels.gqa_attention import BLOCK as DRAFT_BLOCK
+from jaxspec.kernels.gqa_attention import num_turns
 from jaxspec.plan_compile import absent_devices, compile_prefill, compile_step
 from jaxspec.plan_models import PlanConfig, abstract_models
 from jaxspec.plan_report import Exchange, Memory, PlanReport, ProgramPlan
@@ -155,7 +154,7 @@ def what_runs(hlo: str, slots: int) -> list[Run]:
             return 1
         if phases[0] not in ("propose", "extend"):
             raise ValueError(f"a loop that nobody knows the turns of: {scope}")
-        return math.ceil(slots / min(DRAFT_BLOCK, slots))
+        return num_turns(slots, slots)
 
     return runs(hlo, turns)
 

@@ -161,6 +161,8 @@ ENTRY %main (p: s32[]) -> s32[] {
 """  # noqa: E501
     (wait,) = what_runs(program.replace("SCOPE", "propose"), 1000)
     assert wait.times == 1 + 4, "blocks of 256"
+    (wait,) = what_runs(program.replace("SCOPE", "extend"), 32768)
+    assert wait.times == 1 + 16, "and no more than 16"
     with pytest.raises(ValueError, match="nobody knows the turns of"):
         what_runs(program.replace("SCOPE", "verify"), 1000)
 

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 from typing import NamedTuple
 
 import pytest
@@ -128,7 +127,7 @@ def test_layers_are_counted(case):
     of_verify = sum(run.times for run in calls if phase_of(run) == "verify")
     of_experts = 2 * (LAYERS - 1)
     assert of_verify in (LAYERS + of_experts, 2 * LAYERS + of_experts)
-    turns = math.ceil(SLOTS / 256)
+    turns = 16  # at most, of the draft's attention over its cache
     looks = [run.times for run in started(case) if run.opcode == "while"]
     assert sorted(looks) == [2, turns + 1, (LEVELS - 1) * (turns + 1)]
 
