@@ -9,9 +9,9 @@ from jaxspec.kernels.online_softmax import Part, attend, merge, over_prefix
 __all__ = ["gqa_attention", "num_turns"]
 
 BLOCK, MOST_TURNS = 256, 16
-"""The cache is read so many slots at a time, or more: on a GPU, a turn of that loop is a dozen small
-kernels and a look of the host at its condition. 128 turns, three times a step, would be 14 ms at
-32k slots on an H200, as `jaxspec plan` predicts it."""
+"""The cache is read so many slots at a time, or more: on a GPU, a turn of that loop is a dozen
+small kernels and a look of the host at its condition. 128 turns, three times a step, would be 14 ms
+at 32k slots on an H200, as `jaxspec plan` predicts it."""
 
 
 def _block(slots: int) -> int:
