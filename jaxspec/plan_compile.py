@@ -17,12 +17,12 @@ from jaxspec.errors import InputError
 from jaxspec.generator import GenerateConfig
 from jaxspec.sampling import Sampling
 from jaxspec.sharding import Devices, specs_of
-from jaxspec.step import Admission, Settings, State, decode, empty_state, prefill
+from jaxspec.step import Admission, Settings, State, compiler_options, decode, empty_state, prefill
 from jaxspec.target import Target
 
 __all__ = ["absent_devices", "compile_prefill", "compile_step"]
 
-COMPILER_OPTIONS = {"xla_gpu_autotune_level": 0}  # there is nothing to time kernels on
+NO_AUTOTUNING = {"xla_gpu_autotune_level": 0}  # there is nothing to time kernels on
 
 
 def absent_devices(mesh: MeshConfig) -> Devices:
@@ -105,4 +105,4 @@ def _compiled(
         raise InputError(
             f"this cannot be planned, nor run with the Mosaic kernels: {error}"
         ) from None
-    return lowered.compile(compiler_options=COMPILER_OPTIONS), state
+    return lowered.compile(NO_AUTOTUNING | compiler_options("gpu")), state
