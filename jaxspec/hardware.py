@@ -6,7 +6,10 @@ from typing import Any
 
 from jaxspec.errors import InputError
 
-__all__ = ["Assumptions"]
+__all__ = ["NODE", "Assumptions"]
+
+NODE = 8
+"""Devices that NVLink joins, of which the costs of collectives are."""
 
 
 def _figure(value: float, unit: str, source: str) -> Any:

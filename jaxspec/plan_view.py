@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec.errors import InputError
+from jaxspec.hardware import NODE
 from jaxspec.plan_report import PlanReport, ProgramPlan, accept_lengths, in_units
 
 __all__ = ["check_picture", "draw", "show"]
@@ -47,6 +48,8 @@ def verdict(report: PlanReport) -> str:
             f"{_name(step)}: {when if least < most else f'never pays: {least:.2f} of {most}'}"
             " (predicted)"
         )
+    if any(one.devices > NODE for program in report.programs for one in program.exchanges):
+        lines.append(f"collectives cost more than assumed: a group has more than a node's {NODE}")
     if not report.agrees:
         lines.append("the table of sharding rules and XLA disagree about what a device holds")
     return "\n".join(lines)

@@ -259,6 +259,13 @@ def test_a_rule_table_that_is_wrong_is_seen():
     assert "XLA disagree" in shown(wrong)
 
 
+def test_groups_larger_than_a_node_are_pointed_at():
+    one = program("3x1x4")
+    assert "more than a node's 8" not in shown(report(one))
+    wide = (Exchange("verify", "all-reduce", 4e5, 100, 16),)
+    assert "more than a node's 8" in shown(report(dataclasses.replace(one, exchanges=wide)))
+
+
 def test_json_is_labelled():
     found = json.loads(json.dumps(report(program("3x4x16")).to_dict()))
     assert found["kind"] == "predicted"
