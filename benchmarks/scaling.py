@@ -219,28 +219,33 @@ def measured(
     return found
 
 
-def steps_of(
-    target: Target, draft: Draft, point: Point, slots: int, steps: int
-) -> Callable[[], float]:
-    """Times so many steps of sequences that are all as long; what was cached are zeros."""
+def decoding(target: Target, draft: Draft, steps: int, tree: str) -> Callable[[State], State]:
+    """A program of so many steps with a tree."""
     capture = target.boundaries(draft.config.boundaries.ids, "benchmark")
-    settings = Settings(TreeConfig.parse(point.tree), capture, (), chunk=16)
+    settings = Settings(TreeConfig.parse(tree), capture, (), chunk=16)
     graph, params = nnx.split((target, draft))
 
     @functools.partial(jax.jit, donate_argnums=1)
     def run(params: Any, state: State) -> State:
         return decode(*nnx.merge(graph, params), state, jnp.int32(steps), settings)
 
+    return functools.partial(run, params)
+
+
+def steps_of(
+    program: Callable[[State], State], target: Target, draft: Draft, point: Point, slots: int
+) -> Callable[[], float]:
+    """Times a program on sequences that are all as long; what they cached are zeros."""
+
     def timed() -> float:
-        state = empty_state(target, draft, point.batch, slots)
         each = jnp.ones((point.batch,), jnp.int32)
         state = dataclasses.replace(
-            state,
+            empty_state(target, draft, point.batch, slots),
             length=point.context * each,
             status=Status.RUNNING * each,
             limit=slots * each,
         )
-        return seconds(run, params, jax.block_until_ready(state))
+        return seconds(program, jax.block_until_ready(state))
 
     return timed
 

@@ -248,9 +248,9 @@ def test_a_line_and_what_is_none():
 
 @pytest.mark.slow
 def test_steps_are_timed_along_each_axis(target, draft, monkeypatch, tmp_path):
-    sizes = {"context": (16, 32), "batch": (1, 2), "nodes": ("1x1x2", "2x2x4")}
-    found = scaling.measured(target, draft, sizes, scaling.Point(16, 1, "2x1x3"), 2, 3)
-    for axis, x in (("context", [16, 32]), ("batch", [1, 2]), ("nodes", [2, 4])):
+    sizes = {"context": (16, 32), "batch": (1, 2), "nodes": ("1x1x2", "2x1x3")}
+    found = scaling.measured(target, draft, sizes, scaling.Point(32, 1, "2x1x3"), 2, 3)
+    for axis, x in (("context", [16, 32]), ("batch", [1, 2]), ("nodes", [2, 3])):
         assert found[axis]["sizes"] == x
         assert all(one["median"] > 0 for one in found[axis]["step_ms"])
         assert found[axis]["residual"] == pytest.approx(0, abs=1e-6), "two points are on a line"
