@@ -32,7 +32,6 @@ _COLLECTIVES = {"all-reduce", "all-gather", "all-to-all", "reduce-scatter", "col
 _IN_PLACE = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call",
              "dynamic-update-slice", "scatter", "constant", "optimization-barrier"}  # fmt: skip
 
-
 # They start nothing on the device. An asynchronous -done waits for what its -start has started.
 _STARTS_NOTHING = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all",
                    "optimization-barrier", "while", "conditional", "call"}  # fmt: skip
@@ -208,7 +207,8 @@ def runs(hlo: str, turns_of: Callable[[str], float]) -> list[Run]:
             elif i.opcode == "call":
                 found += [run for called in _called(i) for run in visit(called, times, outer)]
             elif i.opcode not in _STARTS_NOTHING and not i.opcode.endswith("-done"):
-                opcode = _makers(i, computations)[0].opcode.removesuffix("-start")
+                whole = i._replace(opcode=i.opcode.removesuffix("-start"))
+                opcode = _makers(whole, computations)[0].opcode
                 found.append(Run(opcode, scopes, times, _result_bytes(i)))
         return found
 
@@ -263,7 +263,7 @@ def _parse(hlo: str) -> _Computations:
 
 def _makers(instruction: _Instruction, computations: _Computations) -> list[_Instruction]:
     """The instructions that make each part of a result: of a fusion, those at its root."""
-    if instruction.opcode not in ("fusion", "fusion-start"):
+    if instruction.opcode != "fusion":
         return [instruction]
     called = computations[_CALLED.findall(instruction.text)[0]]
     root = next(i for i in called.values() if i.is_root)
