@@ -258,7 +258,8 @@ def draw_predicted(found: Mapping[str, Any]) -> None:
             style = "-" if of["ms_on_a_line"]["is_linear"] else "--"
             axes.loglog(found[axis]["sizes"], of["ms"], style, color=f"C{index}", marker=".",
                         label=part)  # fmt: skip
-        _finish(axes, axis)
+        axes.yaxis.set_major_formatter("{x:g}")
+        _finish(axes, axis, found[axis]["sizes"])
         axes.set_ylabel("ms, predicted floor")
     axes.legend(frameon=False, fontsize="small")
     figure.suptitle(f"predicted: {found['target']} on {found['device']}; dashed is not linear",
@@ -277,7 +278,7 @@ def draw_measured(found: Mapping[str, Any]) -> None:
         axes.errorbar(x, median, [median - low, high - median], fmt="o", capsize=3)
         axes.plot(x, of["intercept"] + of["slope"] * x, "-", color="0.5")
         axes.set_title(f"off the line by at most {of['residual']:.0%}", fontsize="medium")
-        _finish(axes, axis)
+        _finish(axes, axis, x)
         axes.set_ylim(bottom=0)
         axes.set_ylabel("ms of a step, measured")
     figure.suptitle(
@@ -286,7 +287,11 @@ def draw_measured(found: Mapping[str, Any]) -> None:
     figure.savefig(common.RESULTS / "scaling_measured.png", dpi=130)
 
 
-def _finish(axes: Any, axis: str) -> None:
+def _finish(axes: Any, axis: str, sizes: Sequence[float]) -> None:
+    """Ticks where something was computed or timed, 4096 written as 4k."""
+    labels = [f"{n // 1024}k" if n % 1024 == 0 else f"{n}" for n in map(int, sizes)]
+    axes.set_xticks(sizes, labels)
+    axes.minorticks_off()
     axes.set_xlabel(NAMES[axis])
     axes.spines[["top", "right"]].set_visible(False)
 
