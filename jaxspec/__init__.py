@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_TARGET
     from jaxspec.errors import InputError
     from jaxspec.generator import GenerateConfig, Generator, Request
+    from jaxspec.hardware import Assumptions
     from jaxspec.identify import identify as identify_features
+    from jaxspec.plan import plan as plan_devices
+    from jaxspec.plan_models import PlanConfig
+    from jaxspec.plan_report import PlanReport
     from jaxspec.record_comparison import compare_records
     from jaxspec.recording import RecordConfig, record
     from jaxspec.report import GenerateReport
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SHIPPED_DRAFT",
     "SHIPPED_TARGET",
+    "Assumptions",
     "ContractError",
     "ConvertConfig",
     "GenerateConfig",
@@ -35,6 +40,8 @@ __all__ = [
     "InputError",
     "MeshConfig",
     "Numerics",
+    "PlanConfig",
+    "PlanReport",
     "RecordConfig",
     "Request",
     "SamplingConfig",
@@ -49,6 +56,7 @@ __all__ = [
     "load_draft",
     "load_target",
     "load_tokenizer",
+    "plan_devices",
     "record",
     "tokenize",
 ]
@@ -62,8 +70,12 @@ _MODULES = {
     "environment": ("SHIPPED_DRAFT", "SHIPPED_TARGET"),
     "errors": ("InputError",),
     "generator": ("GenerateConfig", "Generator", "Request"),
+    "hardware": ("Assumptions",),
     "identify": ("identify_features",),
     "record_comparison": ("compare_records",),
+    "plan": ("plan_devices",),
+    "plan_models": ("PlanConfig",),
+    "plan_report": ("PlanReport",),
     "recording": ("RecordConfig", "record"),
     "report": ("GenerateReport",),
     "run_comparison": ("compare_runs",),
@@ -74,6 +86,7 @@ _OWN_NAMES = {
     "convert_checkpoint": "convert",
     "identify_features": "identify",
     "inspect_checkpoint": "inspect",
+    "plan_devices": "plan",
 }
 """Of what has another name here, because a module has its own."""
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
