@@ -28,7 +28,6 @@ MOST_SECONDS = 600
 
 
 def main() -> int:
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     reports, load_before = [], os.getloadavg()[0]
     for batch, mesh in CASES:
         report = plan_devices(PlanConfig(mesh=mesh, trees=TREES, batch_size=batch))
