@@ -25,7 +25,8 @@ from jaxspec.convert.plan import Piece, Rule, build_piece
 from jaxspec.convert.prepare import Prepared
 from jaxspec.convert.problems import CheckpointError, Problems
 from jaxspec.convert.source import Source
-from jaxspec.convert.store import is_written, remove_unfinished, writing_to
+from jaxspec.convert.store import remove_unfinished, writing_to
+from jaxspec.convert.stored import is_written
 
 __all__ = ["COPIED", "files_of", "write_checkpoint"]
 

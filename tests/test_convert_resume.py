@@ -20,7 +20,7 @@ import pytest
 from jaxspec.convert import plan
 from jaxspec.convert.manifest import part_of
 from jaxspec.convert.problems import CheckpointError
-from jaxspec.convert.store import read_piece
+from jaxspec.convert.stored import open_piece
 from jaxspec.convert.write import ConvertConfig, convert
 from tests import make_checkpoint
 
@@ -71,8 +71,8 @@ def arrays_of(directory: Path) -> dict[tuple[str, str], np.ndarray]:
     arrays = {}
     for piece in pieces:
         args = (piece["name"], piece["layer"], part_of(piece))
-        leaves = read_piece(directory / "params", *args).leaves
-        arrays |= {(piece["name"], path): array for path, array in leaves.items()}
+        leaves = open_piece(directory / "params", *args).leaves
+        arrays |= {(piece["name"], path): leaf[...] for path, leaf in leaves.items()}
     return arrays
 
 
