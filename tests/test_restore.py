@@ -8,8 +8,6 @@ rules.
 import hashlib
 import itertools
 import json
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from jaxspec.convert.store import chunk_shape
 from jaxspec.convert.write import convert
 from jaxspec.sharding import spec_of
 from tests import make_checkpoint, tiny
+from tests.together import free_address, run_together
 
 ROOT = Path(__file__).parent.parent
 MESHES = ("1x8", "2x4", "8x1")
@@ -67,25 +66,12 @@ def place(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def told(place) -> list[dict[str, Any]]:
     """What the two processes say."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        where = f"127.0.0.1:{free.getsockname()[1]}"
-    program = [sys.executable, "-m", "tests.loading_in_two", where]
-    started = [
-        subprocess.Popen(
-            [*program, str(index), str(place / "converted"), *MESHES],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for index in range(2)
-    ]  # fmt: skip
-    try:
-        ended = [process.communicate(timeout=300) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    for process, (_, err) in zip(started, ended, strict=True):
-        assert not process.returncode, err
-    return [json.loads(out.splitlines()[-1]) for out, _ in ended]
+    program = [sys.executable, "-m", "tests.loading_in_two", free_address()]
+    commands = [[*program, str(index), str(place / "converted"), *MESHES] for index in range(2)]
+    ended = run_together(commands, ROOT)
+    for process in ended:
+        assert not process.status, process.err
+    return [json.loads(process.out.splitlines()[-1]) for process in ended]
 
 
 def needed_bytes(directory: Path, mesh: MeshConfig) -> int:

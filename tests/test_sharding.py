@@ -6,8 +6,6 @@ Whole runs are on eight CPU devices, in a process of their own: `on_eight_device
 import ast
 import functools
 import json
-import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +17,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxspec import cli
+from jaxspec import cli, processes
 from jaxspec.cache import Latents, Stripe, commit
 from jaxspec.checkpoint import _Share, _Slab
 from jaxspec.collectives import held_experts
@@ -40,6 +38,7 @@ from tests import on_eight_devices as program
 from tests.reference.target import ReferenceTarget
 from tests.speculation import NEAR_TIE
 from tests.speculation import Request as OracleRequest
+from tests.together import Ended, free_address, run_together
 
 ROOT = Path(__file__).parent.parent
 RUNS = (("1x8", "replicated"), ("2x4", "slots"))
@@ -312,65 +311,72 @@ def checkpoints(tmp_path_factory) -> Path:
     return place
 
 
-def command_line(place: Path, *flags: str, devices: int = 1) -> subprocess.Popen[str]:
-    """`jaxspec generate`, started, on so many CPU devices."""
+def generate_together(place: Path, *each: tuple[str, ...], devices: int = 4) -> list[Ended]:
+    """How `jaxspec generate` ended, started as often as flags are given, on so many CPU devices."""
     argv = ["generate", "--tokens", "ids.json", "--target", "target", "--draft", "draft", "--json"]
     argv += ["--batch-size", "2", "--max-new-tokens", "12", "--context-length", "64"]
+    argv += ["--compile-cache", "none"]
     options = f"--xla_force_host_platform_device_count={devices} "
     options += "--xla_backend_optimization_level=0"
-    return subprocess.Popen(
-        [sys.executable, "-m", "jaxspec", *argv, "--compile-cache", "none", *flags],
-        cwd=place,
-        env=os.environ | {"XLA_FLAGS": options, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    return run_together(
+        [[sys.executable, "-m", "jaxspec", *argv, *flags] for flags in each],
+        place,
+        {"XLA_FLAGS": options, "PYTHONPATH": str(ROOT)},
+        timeout_s=300,
     )
 
 
-def two_processes(
-    place: Path, flags: tuple[str, ...], other: tuple[str, ...]
-) -> list[tuple[int, str, str]]:
-    """Exit status, stdout and stderr of two processes of four devices, on the loopback address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-index")
-    started = [
-        command_line(place, *mine, *shared, str(index), devices=4)
-        for index, mine in enumerate((flags, other))
-    ]
-    try:
-        ended = [process.communicate(timeout=900) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [(p.returncode, *said) for p, said in zip(started, ended, strict=True)]
+def of_two(*flags: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The flags of two processes, which join on the loopback address."""
+    shared = ("--coordinator", free_address(), "--num-processes", "2", "--process-index")
+    return [(*mine, *shared, str(index)) for index, mine in enumerate(flags)]
+
+
+@pytest.fixture(scope="module")
+def tokens_alone(checkpoints) -> list[list[int]]:
+    """Of one process with one device."""
+    (alone,) = generate_together(checkpoints, (), devices=1)
+    assert not alone.status, alone.err
+    return [prompt["tokens"] for prompt in json.loads(alone.out.splitlines()[-1])["prompts"]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["1x8", "2x4"])
-def test_two_processes(checkpoints, mesh):
+def test_two_processes(checkpoints, tokens_alone, mesh):
     """The same tokens as one process with one device; the first process alone speaks."""
-    out, err = (alone := command_line(checkpoints)).communicate()
-    assert not alone.returncode, err
     flags = ("--mesh", mesh, "--cache", "slots")
-    first, second = two_processes(checkpoints, flags, flags)
-    assert first[0] == second[0] == 0, (first[2], second[2])
+    first, second = generate_together(checkpoints, *of_two(flags, flags))
+    assert first.status == second.status == 0, (first.err, second.err)
     # Gloo, by which CPUs of several processes talk, prints that it has connected.
-    assert "{" not in second[1]
-    want, got = (json.loads(text.splitlines()[-1])["prompts"] for text in (out, first[1]))
-    assert [p["tokens"] for p in got] == [p["tokens"] for p in want]
+    assert "{" not in second.out
+    got = json.loads(first.out.splitlines()[-1])["prompts"]
+    assert [prompt["tokens"] for prompt in got] == tokens_alone
 
 
-@pytest.mark.slow
-def test_processes_that_disagree_are_refused(checkpoints):
-    flags = ("--mesh", "1x8")
-    ended = two_processes(checkpoints, flags, (*flags, "--seed", "3"))
-    for status, out, err in ended:
-        assert status == 2
-        assert "{" not in out
-        assert "processes 1 were given other arguments than process 0" in err
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (
+            ("--seed", "3", "--json"),
+            ("--top-k", "5", "--join-timeout", "90"),
+            "jaxspec: the processes of one run must be given the same, and were not:\n"
+            "  --top-k: 0 in process 0; 5 in process 1\n"
+            "  --seed: 3 in process 0; 0 in process 1\n",
+        ),
+        (
+            ("--target", "target"),
+            ("--target", "elsewhere/target"),
+            "  --target: target in process 0; elsewhere/target in process 1\n",
+        ),
+    ],
+)
+def test_processes_that_disagree_are_refused(checkpoints, first, second, said):
+    """Each of them says about what, and what each was given."""
+    mesh = ("--mesh", "1x8")
+    for ended in generate_together(checkpoints, *of_two((*mesh, *first), (*mesh, *second))):
+        assert (ended.status, "{" in ended.out) == (2, False)
+        assert said in ended.err
+        assert "Traceback" not in ended.err
 
 
 @pytest.mark.parametrize(
@@ -399,3 +405,34 @@ def test_processes_that_disagree_are_refused(checkpoints):
 )
 def test_processes_are_named_in_full(flags, said, monkeypatch, capsys):
     test_the_command_line_refuses(flags, said, monkeypatch, capsys)
+
+
+def test_what_one_process_cannot_use_all_refuse(monkeypatch):
+    """As two processes that heard each other out: the one that failed, and the other."""
+    monkeypatch.setattr(processes, "_gather", lambda mine: ["", mine or "t: a file is missing"])
+    refused = pytest.raises(InputError, match=r"^process 1 of 2 stopped: t: a file is missing$")
+    with refused, processes.all_or_none():
+        pass
+    with pytest.raises(InputError, match=r"^--out x: no directory$"), processes.all_or_none():
+        raise InputError("--out x: no directory")
+    monkeypatch.setattr(processes, "_gather", lambda mine: ["", mine])
+    with processes.all_or_none():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        (0, "not all of the others came to --coordinator {}, where this one listens, within 2 s"),
+        (1, "no answer from --coordinator {}, where process 0 listens, within 2 s"),
+    ],
+)
+def test_a_coordinator_that_never_answers(checkpoints, index, said):
+    """One message with the address, long before jax would abort the process."""
+    flags = of_two(("--mesh", "1x8"), ("--mesh", "1x8"))[index]
+    (ended,) = generate_together(checkpoints, (*flags, "--join-timeout", "2"))
+    address = flags[flags.index("--coordinator") + 1]
+    assert (ended.status, ended.out) == (2, "")
+    assert ended.err.startswith(f"jaxspec: process {index} of 2: {said.format(address)}")
+    assert "Traceback" not in ended.err
+    assert "stack trace" not in ended.err
