@@ -163,8 +163,6 @@ def generate(
     """Text from a target and a draft."""
     _start_jax(compile_cache)
     _join(context)
-    if coordinator is not None and out is not None:
-        raise InputError("--out of several processes: a run file is gone on with by one; drop it")
     from jaxspec.commands import GenerateFlags, PromptFlags, run_generate
     from jaxspec.console import Display
     from jaxspec.generator import GenerateConfig
@@ -173,8 +171,6 @@ def generate(
 
     if ceiling and draft == "none":
         raise InputError("--ceiling is of a tree, and --draft none has none")
-    if ceiling and mesh is not None:
-        raise InputError("--ceiling is measured on one device: drop --mesh, or --ceiling")
     models = _models(
         target, draft, capture, capture_convention, dtype, implementation, _mesh(mesh, cache)
     )
@@ -419,7 +415,7 @@ def _models(
     return ModelFlags(target, draft, _ids("--capture", capture), convention, numerics)
 
 
-OWN = ("coordinator", "process_index", "join_timeout", "as_json", "out", "compile_cache")
+OWN = ("coordinator", "process_index", "join_timeout", "as_json", "compile_cache")
 """What each of several processes may be given in its own way."""
 
 

@@ -21,7 +21,7 @@ from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_TARGET
 from jaxspec.errors import InputError
 from jaxspec.generator import Completion, GenerateConfig, Generator, implementations
 from jaxspec.identify import FeaturesReport, identify
-from jaxspec.processes import all_or_none, check_agreement, is_first
+from jaxspec.processes import all_or_none, check_agreement, is_first, told_by_first
 from jaxspec.prompts import (
     EncodedPrompt,
     Prompt,
@@ -174,8 +174,12 @@ def run_generate(flags: GenerateFlags, display: Display) -> GenerateReport:
         target, draft = load(models, display)
         check_prompts(prompts, target.config.vocab_size, flags.config.slots(target.config))
     _check_same(prompts, target, draft)
-    run_file = None if flags.out is None else RunFile(flags.out, _header(flags, target, draft))
-    known = {} if run_file is None else _known(run_file, prompts)
+    run_file, known = None, {}
+    with all_or_none():
+        if flags.out is not None and is_first():
+            run_file = RunFile(flags.out, _header(flags, target, draft))
+            known = _known(run_file, prompts)
+    known = _of_first(known)
     with display.waiting("compiling"):
         generator = Generator(target, draft, flags.config, models.claim(target))
     if not (target.config.eos_token_ids or flags.config.ignore_eos):
@@ -337,6 +341,17 @@ def _known(run_file: RunFile, prompts: Sequence[EncodedPrompt]) -> dict[int, Com
         index: run_file.completion(prompt.id, prompt.ids) for index, prompt in enumerate(prompts)
     }
     return {index: done for index, done in found.items() if done is not None}
+
+
+def _of_first(known: dict[int, Completion]) -> dict[int, Completion]:
+    """What the first process knows: it alone has the run file."""
+    told = told_by_first(json.dumps({i: dataclasses.asdict(done) for i, done in known.items()}))
+    return {
+        int(index): Completion(
+            **done | {"tokens": tuple(done["tokens"]), "accepted": tuple(done["accepted"])}
+        )
+        for index, done in json.loads(told).items()
+    }
 
 
 def _header(flags: GenerateFlags, target: Target, draft: Draft | None) -> dict[str, Any]:

@@ -17,7 +17,15 @@ from jax.experimental import multihost_utils
 
 from jaxspec.errors import InputError
 
-__all__ = ["JOIN_TIMEOUT_S", "Processes", "all_or_none", "check_agreement", "is_first", "join"]
+__all__ = [
+    "JOIN_TIMEOUT_S",
+    "Processes",
+    "all_or_none",
+    "check_agreement",
+    "is_first",
+    "join",
+    "told_by_first",
+]
 
 JOIN_TIMEOUT_S = 60
 
@@ -134,6 +142,11 @@ def all_or_none() -> Iterator[None]:
     for index, problem in enumerate(said):
         if problem:
             raise InputError(f"process {index} of {len(said)} stopped: {problem}")
+
+
+def told_by_first(text: str) -> str:
+    """What the first process says, in every process."""
+    return _gather(text)[0]
 
 
 def _named(indices: list[int]) -> str:

@@ -6,6 +6,7 @@ The number of devices is settled when jax starts, so this runs in a process of i
 `test_sharding.py` starts; it judges nothing itself.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxspec.ceiling import accept_ceiling
 from jaxspec.checkpoint import load_target
 from jaxspec.config import MeshConfig, Numerics, TreeConfig
 from jaxspec.convert.write import convert
@@ -132,6 +134,24 @@ def loading() -> dict[str, Any]:
     return told
 
 
+def ceilings(reference: ReferenceTarget) -> dict[str, Any]:
+    """On one device and on a mesh: how far a draft that knew the target would have got."""
+    told = {}
+    texts = [request.prompt_ids * 2 for request in requests()[1:4]]  # of 3, 5 and 7 tokens, twice
+    asked = [
+        dataclasses.replace(r, prompt_ids=t[:3]) for r, t in zip(requests(), texts, strict=False)
+    ]
+    for name, mesh in (("alone", None), ("mesh", MeshConfig(2, 4, "slots"))):
+        target, draft = models(reference, mesh)
+        emitted = [text[3:] for text in texts]
+        found = accept_ceiling(target, asked, emitted, TREE, draft, batch_size=3)
+        told[name] = [
+            {"accepted": text.accepted, "best": text.best.tolist(), "draft": text.draft.tolist()}
+            for text in found.texts
+        ]
+    return told
+
+
 def main() -> None:
     # Read when the first array is made. Unoptimised, programs that run for moments compile in half
     # the time.
@@ -147,6 +167,9 @@ def main() -> None:
     if "loading" in asked:
         asked.remove("loading")
         told["loading"] = loading()
+    if "ceiling" in asked:
+        asked.remove("ceiling")
+        told["ceiling"] = ceilings(reference)
     for text, cache in asked:
         found, also_said = facts(*models(reference, MeshConfig.parse(text, cache)))
         assert also_said.keys() == said.keys()

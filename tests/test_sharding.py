@@ -67,7 +67,7 @@ def told(asked: tuple[Any, ...]) -> dict[str, Any]:
 
 def of(run: tuple[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """What one device gives, and what the mesh does."""
-    found = told(("loading", *RUNS) if run in RUNS else MORE)
+    found = told(("loading", *RUNS) if run in RUNS else ("ceiling", *MORE))
     return found["alone"], found[" ".join(run)]
 
 
@@ -139,6 +139,16 @@ def test_loading_fills_each_device_with_its_part():
         assert loading[form]["is_alike"]
         assert loading[form]["is_where_the_table_says"]
         assert loading[form]["bytes_per_device"] < 0.3 * loading["alone"]
+
+
+@pytest.mark.slow
+def test_a_ceiling_is_that_of_one_device():
+    ceiling = told(("ceiling", *MORE))["ceiling"]
+    for want, got in zip(ceiling["alone"], ceiling["mesh"], strict=True):
+        assert got["accepted"] == want["accepted"]
+        assert len(want["best"]) > 1
+        np.testing.assert_allclose(got["best"], want["best"], rtol=1e-4)
+        np.testing.assert_allclose(got["draft"], want["draft"], rtol=1e-4, atol=1e-7)
 
 
 def test_full_size_is_cut_by_eight():
@@ -284,7 +294,6 @@ def test_a_mesh_that_does_not_fit_is_refused(target, draft):
         (("--mesh", "1x7"), "its 7 devices (MODEL) do not divide the target's"),
         (("--mesh", "2x1"), "mesh 2x1 takes 2 devices, and there are 1"),
         (("--cache", "slots"), "--cache slots is of a mesh: give one with --mesh"),
-        (("--mesh", "1x1", "--ceiling"), "--ceiling is measured on one device"),
     ],
 )
 def test_the_command_line_refuses(flags, said, monkeypatch, capsys):
