@@ -6,7 +6,6 @@ The number of devices is settled when jax starts, so this runs in a process of i
 `test_sharding.py` starts; it judges nothing itself.
 """
 
-import dataclasses
 import json
 import os
 import sys
@@ -134,16 +133,15 @@ def loading() -> dict[str, Any]:
     return told
 
 
-def ceilings(reference: ReferenceTarget) -> dict[str, Any]:
-    """On one device and on a mesh: how far a draft that knew the target would have got."""
-    told = {}
-    texts = [request.prompt_ids * 2 for request in requests()[1:4]]  # of 3, 5 and 7 tokens, twice
-    asked = [
-        dataclasses.replace(r, prompt_ids=t[:3]) for r, t in zip(requests(), texts, strict=False)
-    ]
+def ceilings(reference: ReferenceTarget, tokens: list[tuple[int, ...]]) -> dict[str, Any]:
+    """How far a draft that knew the target would have got, on one device and on a mesh.
+
+    Args:
+      tokens: that were emitted for `requests()`, greedy and sampled in turn.
+    """
+    asked, emitted, told = requests()[:5], tokens[:5], {}
     for name, mesh in (("alone", None), ("mesh", MeshConfig(2, 4, "slots"))):
         target, draft = models(reference, mesh)
-        emitted = [text[3:] for text in texts]
         found = accept_ceiling(target, asked, emitted, TREE, draft, batch_size=3)
         told[name] = [
             {"accepted": text.accepted, "best": text.best.tolist(), "draft": text.draft.tolist()}
@@ -169,7 +167,7 @@ def main() -> None:
         told["loading"] = loading()
     if "ceiling" in asked:
         asked.remove("ceiling")
-        told["ceiling"] = ceilings(reference)
+        told["ceiling"] = ceilings(reference, alone["tokens"])
     for text, cache in asked:
         found, also_said = facts(*models(reference, MeshConfig.parse(text, cache)))
         assert also_said.keys() == said.keys()

@@ -146,7 +146,7 @@ def test_a_ceiling_is_that_of_one_device():
     ceiling = told(("ceiling", *MORE))["ceiling"]
     for want, got in zip(ceiling["alone"], ceiling["mesh"], strict=True):
         assert got["accepted"] == want["accepted"]
-        assert len(want["best"]) > 1
+        assert sum(want["accepted"]) > 0
         np.testing.assert_allclose(got["best"], want["best"], rtol=1e-4)
         np.testing.assert_allclose(got["draft"], want["draft"], rtol=1e-4, atol=1e-7)
 
@@ -352,14 +352,16 @@ def tokens_alone(checkpoints) -> list[list[int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["1x8", "2x4"])
 def test_two_processes(checkpoints, tokens_alone, mesh):
-    """The same tokens as one process with one device; the first process alone speaks."""
-    flags = ("--mesh", mesh, "--cache", "slots")
+    """The same tokens as one process with one device; the first process alone speaks and writes."""
+    flags = ("--mesh", mesh, "--cache", "slots", "--out", f"{mesh}.jsonl")
     first, second = generate_together(checkpoints, *of_two(flags, flags))
     assert first.status == second.status == 0, (first.err, second.err)
     # Gloo, by which CPUs of several processes talk, prints that it has connected.
     assert "{" not in second.out
     got = json.loads(first.out.splitlines()[-1])["prompts"]
     assert [prompt["tokens"] for prompt in got] == tokens_alone
+    _, *entries = (checkpoints / f"{mesh}.jsonl").read_text().splitlines()
+    assert sorted(json.loads(entry)["output_ids"] for entry in entries) == sorted(tokens_alone)
 
 
 @pytest.mark.parametrize(
