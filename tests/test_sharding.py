@@ -394,6 +394,7 @@ def test_processes_that_disagree_are_refused(checkpoints, first, second, said):
     ("flags", "said"),
     [
         (("--num-processes", "2"), "are given together or not at all"),
+        (("--join-timeout", "2"), "--join-timeout without --coordinator"),
         (("--coordinator", "h:1", "--num-processes", "2", "--process-index", "0"), "--mesh"),
         (
             ("--coordinator", "h", "--num-processes", "2", "--process-index", "0", "--mesh", "1x2"),
