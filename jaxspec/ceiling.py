@@ -12,7 +12,7 @@ then reads the first r + 1 of them, and only the tree's own rows are new.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.aliases import Progress
@@ -33,6 +34,7 @@ from jaxspec.figures import accept_per_depth, ratio
 from jaxspec.generator import Request
 from jaxspec.mla import Pass
 from jaxspec.sampling import Sampling, keep_top
+from jaxspec.sharding import devices_of, specs_of
 from jaxspec.target import Target
 from jaxspec.tree import Tree, build_from_levels
 from jaxspec.verify import accept
@@ -123,19 +125,14 @@ def accept_ceiling(
       requests: the prompts, and how their tokens were chosen.
       emitted: the tokens after each prompt. The first one is the first root, as if from prefill.
       draft: also measure its first guesses, teacher-forced, with this draft.
-      batch_size: texts at a time.
+      batch_size: texts at a time; more where a mesh has more groups.
       progress: called with "ceiling", and how many of how many texts are done.
 
     Raises:
       ContractError: draft and target do not belong together.
-      InputError: there is no such tree, a text has no prompt, or the target is on a mesh.
+      InputError: there is no such tree, a text has no prompt, or a mesh does not fit.
     """
     tree.check()
-    if target.numerics.mesh is not None:
-        raise InputError(
-            f"the target is on mesh {target.numerics.mesh}, and its ceiling is measured on one "
-            "device: load it without a mesh"
-        )
     if tree.branches > target.config.vocab_size:
         raise InputError(f"tree {tree}: more branches than the target has tokens")
     if any(not request.prompt_ids for request in requests):
@@ -146,19 +143,12 @@ def accept_ceiling(
     pairs = list(zip(requests, emitted, strict=True))
     longest = max((len(r.prompt_ids) + len(tokens) for r, tokens in pairs), default=0)
     slots = -(-longest // CHUNK) * CHUNK
-    graph, params = nnx.split((target, draft))
-
-    @jax.jit
-    def measure(params, texts: _Texts):
-        target, draft = nnx.merge(graph, params)
-        cache, seen = _read(target, draft, texts, tree, capture)
-        return seen, *_walk(target, cache, seen, texts, tree)
-
+    if target.numerics.mesh is not None:
+        batch_size += -batch_size % target.numerics.mesh.data
+    measure = _measurer(target, draft, tree, capture, batch_size, slots)
     done: list[TextCeiling] = []
     for some in itertools.batched(pairs, batch_size):
-        seen, accepted_BS, num_steps_B = jax.device_get(
-            measure(params, _texts(some, batch_size, slots))
-        )
+        seen, accepted_BS, num_steps_B = measure(_texts(some, batch_size, slots))
         for b, (request, tokens) in enumerate(some):
             # The roots: every emitted token that another one follows.
             roots = slice(
@@ -177,6 +167,37 @@ def accept_ceiling(
         if progress is not None:
             progress("ceiling", len(done), len(pairs))
     return Ceiling(tuple(done), tree.levels)
+
+
+def _measurer(
+    target: Target, draft: Draft | None, tree: TreeConfig, capture: Any, batch: int, slots: int
+) -> Callable[["_Texts"], Any]:
+    """What gives, on the host, what may follow each position of some texts, and `_walk` of them."""
+    graph, params = nnx.split((target, draft))
+
+    def empty_caches() -> tuple[Latents, Any]:
+        drafts = None if draft is None else draft.empty_cache(batch, slots)
+        return target.empty_cache(batch, slots), drafts
+
+    def measure(params: Any, caches: Any, texts: _Texts) -> Any:
+        target, draft = nnx.merge(graph, params)
+        cache, seen = _read(target, draft, caches, texts, tree, capture)
+        return seen, *_walk(target, cache, seen, texts, tree)
+
+    devices = devices_of(target, draft, batch)
+    if devices is None:
+        program = jax.jit(measure)
+        return lambda texts: jax.device_get(program(params, empty_caches(), texts))
+    params, shapes = devices.put(params), jax.eval_shape(empty_caches)
+    new_caches = jax.jit(empty_caches, out_shardings=devices.shardings(shapes))
+    specs = specs_of((params, shapes), devices.config)
+    program = jax.jit(devices.spread(measure, (*specs, P("data")), P("data")))
+
+    def on_devices(texts: _Texts) -> Any:
+        given = jax.tree.map(lambda array: devices.put_as(array, P("data")), texts)
+        return devices.fetch(program(params, new_caches(), given))
+
+    return on_devices
 
 
 @functools.partial(
@@ -231,9 +252,18 @@ def _texts(pairs: Sequence[tuple[Request, Sequence[int]]], batch_size: int, slot
 
 
 def _read(
-    target: Target, draft: Draft | None, texts: _Texts, tree: TreeConfig, capture: Any
+    target: Target,
+    draft: Draft | None,
+    caches: tuple[Latents, Any],
+    texts: _Texts,
+    tree: TreeConfig,
+    capture: Any,
 ) -> tuple[Latents, _Seen]:
-    """The cache of the whole texts, and what may follow each of their positions."""
+    """The cache of the whole texts, and what may follow each of their positions.
+
+    Args:
+      caches: the target's and the draft's, empty.
+    """
     batch, slots = texts.tokens.shape
     vocab_size = target.config.vocab_size
     borrowed = Borrowed.of(target)
@@ -249,7 +279,7 @@ def _read(
         place = row_BT, start_B, is_real_BT.sum(1, dtype=jnp.int32)
         ids_BT = lax.dynamic_slice_in_dim(tokens_BS, start, CHUNK, axis=1)
         seen = target(TargetIds(ids_BT, vocab_size), at, target_cache, capture)
-        target_cache = commit(target_cache, seen.rows, *place)
+        target_cache = commit(target_cache, seen.rows, *place, target.stripe)
         log_prob_BTV = _log_probs(target.logits(seen.hidden), texts.sampling)
         log_prob_BTW, token_BTW = lax.top_k(log_prob_BTV, tree.branches)
         if draft is None:
@@ -269,11 +299,7 @@ def _read(
         found = _Seen(log_prob_BTW, token_BTW, guess_log_prob_BT, guess_BT == token_BTW[..., 0])
         return (target_cache, draft_cache, own_BT[:, -1]), found
 
-    empty = (
-        target.empty_cache(batch, slots),
-        None if draft is None else draft.empty_cache(batch, slots),
-        jnp.zeros((batch,), jnp.int32),
-    )
+    empty = (*caches, jnp.zeros((batch,), jnp.int32))
     starts = jnp.arange(0, slots, CHUNK, dtype=jnp.int32)
     (target_cache, _, _), chunks = lax.scan(chunk, empty, starts)
     # [chunks, B, CHUNK, ...] -> [B, S, ...]

@@ -24,6 +24,7 @@ from jaxspec.flags import (
     CoordinatorFlag,
     DraftFlag,
     DtypeFlag,
+    JoinTimeoutFlag,
     JsonFlag,
     MeshFlag,
     NumProcessesFlag,
@@ -71,6 +72,7 @@ def _options(
 
 @app.command()
 def generate(
+    context: typer.Context,
     prompt: PromptArgument = None,
     *,
     target: TargetFlag = None,
@@ -133,6 +135,7 @@ def generate(
     coordinator: CoordinatorFlag = None,
     num_processes: NumProcessesFlag = None,
     process_index: ProcessIndexFlag = None,
+    join_timeout: JoinTimeoutFlag = None,
     implementation: Annotated[
         str | None,
         typer.Option(
@@ -160,9 +163,7 @@ def generate(
 ) -> None:
     """Text from a target and a draft."""
     _start_jax(compile_cache)
-    _join(coordinator, num_processes, process_index, mesh)
-    if coordinator is not None and out is not None:
-        raise InputError("--out of several processes: a run file is gone on with by one; drop it")
+    _join(context)
     from jaxspec.commands import GenerateFlags, PromptFlags, run_generate
     from jaxspec.console import Display
     from jaxspec.generator import GenerateConfig
@@ -171,8 +172,6 @@ def generate(
 
     if ceiling and draft == "none":
         raise InputError("--ceiling is of a tree, and --draft none has none")
-    if ceiling and mesh is not None:
-        raise InputError("--ceiling is measured on one device: drop --mesh, or --ceiling")
     models = _models(
         target, draft, capture, capture_convention, dtype, implementation, _mesh(mesh, cache)
     )
@@ -228,6 +227,7 @@ def tokenize(
 
 @app.command()
 def record(
+    context: typer.Context,
     prompt: PromptArgument = None,
     *,
     out: Annotated[Path, typer.Option(metavar="R.safetensors", help="The record.")],
@@ -241,6 +241,7 @@ def record(
     coordinator: CoordinatorFlag = None,
     num_processes: NumProcessesFlag = None,
     process_index: ProcessIndexFlag = None,
+    join_timeout: JoinTimeoutFlag = None,
     prompt_file: PromptFileFlag = None,
     tokens: TokensFlag = None,
     chat: ChatFlag = False,
@@ -257,7 +258,7 @@ def record(
 ) -> None:
     """What target and draft say of given tokens, position by position, in a file."""
     _start_jax(compile_cache)
-    _join(coordinator, num_processes, process_index, mesh)
+    _join(context)
     from jaxspec.commands import PromptFlags, run_record
     from jaxspec.console import Display
     from jaxspec.processes import is_first
@@ -503,22 +504,37 @@ def _models(
     return ModelFlags(target, draft, _ids("--capture", capture), convention, numerics)
 
 
-def _join(
-    coordinator: str | None, num_processes: int | None, process_index: int | None, mesh: str | None
-) -> None:
-    """Joins the other processes, where the flags say that there are some."""
-    given = (coordinator, num_processes, process_index)
+OWN = ("coordinator", "process_index", "join_timeout", "as_json", "compile_cache")
+"""What each of several processes may be given in its own way."""
+
+
+def _join(context: typer.Context) -> None:
+    """Joins the other processes, where the flags say that there are some.
+
+    Raises:
+      InputError: the others do not come, or were given other flags.
+    """
+    flags = context.params
+    given = (flags["coordinator"], flags["num_processes"], flags["process_index"])
+    timeout_s = flags["join_timeout"]
     if given == (None, None, None):
+        if timeout_s is not None:
+            raise InputError(
+                "--join-timeout without --coordinator: there are no others to wait for"
+            )
         return
-    if coordinator is None or num_processes is None or process_index is None:
+    if None in given:
         raise InputError(
             "--coordinator, --num-processes and --process-index are given together or not at all"
         )
-    if mesh is None:
+    if flags["mesh"] is None:
         raise InputError("--coordinator without --mesh: several processes share a mesh")
-    from jaxspec.processes import Processes, join
+    from jaxspec.processes import JOIN_TIMEOUT_S, Processes, check_agreement, join
 
-    join(Processes(coordinator, num_processes, process_index))
+    join(Processes(*given, JOIN_TIMEOUT_S if timeout_s is None else timeout_s))
+    known = [param for param in context.command.params if param.name in flags]
+    shared = {flag.opts[0]: str(flags[flag.name]) for flag in known if flag.name not in OWN}
+    check_agreement(shared | {"version of jaxspec": version()})
 
 
 def _mesh(text: str | None, cache: CacheLayout | None) -> "MeshConfig | None":

@@ -4,6 +4,7 @@ Whatever can be wrong with the flags and the prompts is found before any weights
 """
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_TARGET
 from jaxspec.errors import InputError
 from jaxspec.generator import Completion, GenerateConfig, Generator, implementations
 from jaxspec.identify import FeaturesReport, identify
-from jaxspec.processes import check_agreement, is_first
+from jaxspec.processes import all_or_none, check_agreement, is_first, told_by_first
 from jaxspec.prompts import (
     EncodedPrompt,
     Prompt,
@@ -165,15 +166,20 @@ def run_generate(flags: GenerateFlags, display: Display) -> GenerateReport:
       ContractError: draft and target do not belong together.
     """
     models = flags.models
-    check_agreement(repr(dataclasses.replace(flags, streams=False)))
-    tokenizer = _tokenizer(models, flags.prompts)
-    prompts = flags.prompts.read(tokenizer)
-    flags.config.check()
-    flags.sampling.check(has_text=tokenizer is not None)
-    target, draft = load(models, display)
-    check_prompts(prompts, target.config.vocab_size, flags.config.slots(target.config))
-    run_file = None if flags.out is None else RunFile(flags.out, _header(flags, target, draft))
-    known = {} if run_file is None else _known(run_file, prompts)
+    with all_or_none():
+        tokenizer = _tokenizer(models, flags.prompts)
+        prompts = flags.prompts.read(tokenizer)
+        flags.config.check()
+        flags.sampling.check(has_text=tokenizer is not None)
+        target, draft = load(models, display)
+        check_prompts(prompts, target.config.vocab_size, flags.config.slots(target.config))
+    _check_same(prompts, target, draft)
+    run_file, known = None, {}
+    with all_or_none():
+        if flags.out is not None and is_first():
+            run_file = RunFile(flags.out, _header(flags, target, draft))
+            known = _known(run_file, prompts)
+    known = _of_first(known)
     with display.waiting("compiling"):
         generator = Generator(target, draft, flags.config, models.claim(target))
     if not (target.config.eos_token_ids or flags.config.ignore_eos):
@@ -205,6 +211,18 @@ def run_generate(flags: GenerateFlags, display: Display) -> GenerateReport:
         printer.finish(reports)
     ceiling = _ceiling(flags, target, prompts, reports, display) if flags.with_ceiling else None
     return report_of(generator, target, draft, reports, run, ceiling)
+
+
+def _check_same(prompts: Sequence[EncodedPrompt], target: Target, draft: Draft | None) -> None:
+    """Raises InputError if several processes found different things under the same names."""
+    ids = json.dumps([prompt.ids for prompt in prompts])
+    check_agreement(
+        {
+            "ids of the prompts, by SHA-256": hashlib.sha256(ids.encode()).hexdigest()[:12],
+            "target": target.identity,
+            "draft": "none" if draft is None else draft.identity,
+        }
+    )
 
 
 def _ceiling(
@@ -289,13 +307,14 @@ def run_record(
       InputError: a flag, a prompt or a checkpoint cannot be used.
       ContractError: draft and target do not belong together.
     """
-    check_agreement(repr((models, prompts, boundaries, top)))
-    encoded = prompts.read(_tokenizer(models, prompts))
-    if not out.parent.is_dir():
-        raise InputError(f"--out {out}: there is no directory {out.parent}")
-    target, draft = load(models, display)
-    longest = max(len(prompt.ids) for prompt in encoded)
-    check_prompts(encoded, target.config.vocab_size, context_length=longest + 1)
+    with all_or_none():
+        encoded = prompts.read(_tokenizer(models, prompts))
+        if is_first() and not out.parent.is_dir():
+            raise InputError(f"--out {out}: there is no directory {out.parent}")
+        target, draft = load(models, display)
+        longest = max(len(prompt.ids) for prompt in encoded)
+        check_prompts(encoded, target.config.vocab_size, context_length=longest + 1)
+    _check_same(encoded, target, draft)
     config = RecordConfig(boundaries, models.claim(target), top)
     sequences = [prompt.ids for prompt in encoded]
     done = record(target, draft, sequences, config, display.progress)
@@ -322,6 +341,17 @@ def _known(run_file: RunFile, prompts: Sequence[EncodedPrompt]) -> dict[int, Com
         index: run_file.completion(prompt.id, prompt.ids) for index, prompt in enumerate(prompts)
     }
     return {index: done for index, done in found.items() if done is not None}
+
+
+def _of_first(known: dict[int, Completion]) -> dict[int, Completion]:
+    """What the first process knows: it alone has the run file."""
+    told = told_by_first(json.dumps({i: dataclasses.asdict(done) for i, done in known.items()}))
+    return {
+        int(index): Completion(
+            **done | {"tokens": tuple(done["tokens"]), "accepted": tuple(done["accepted"])}
+        )
+        for index, done in json.loads(told).items()
+    }
 
 
 def _header(flags: GenerateFlags, target: Target, draft: Draft | None) -> dict[str, Any]:

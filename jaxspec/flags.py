@@ -16,6 +16,7 @@ __all__ = [
     "CoordinatorFlag",
     "DraftFlag",
     "DtypeFlag",
+    "JoinTimeoutFlag",
     "JsonFlag",
     "MeshFlag",
     "NumProcessesFlag",
@@ -103,6 +104,14 @@ ProcessIndexFlag = Annotated[
         "--process-index",
         metavar="I",
         help="Which of them this is, from 0; the first one prints and writes. Default: one.",
+    ),
+]
+JoinTimeoutFlag = Annotated[
+    int | None,
+    typer.Option(
+        "--join-timeout",
+        metavar="SECONDS",
+        help="How long a process waits for the others to come. Default: 60.",
     ),
 ]
 PromptArgument = Annotated[str | None, typer.Argument(metavar="PROMPT", help="Text.")]

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxspec.ceiling import accept_ceiling
 from jaxspec.checkpoint import load_target
 from jaxspec.config import MeshConfig, Numerics, TreeConfig
 from jaxspec.convert.write import convert
@@ -132,6 +133,23 @@ def loading() -> dict[str, Any]:
     return told
 
 
+def ceilings(reference: ReferenceTarget, tokens: list[tuple[int, ...]]) -> dict[str, Any]:
+    """How far a draft that knew the target would have got, on one device and on a mesh.
+
+    Args:
+      tokens: that were emitted for `requests()`, greedy and sampled in turn.
+    """
+    asked, emitted, told = requests()[:5], tokens[:5], {}
+    for name, mesh in (("alone", None), ("mesh", MeshConfig(2, 4, "slots"))):
+        target, draft = models(reference, mesh)
+        found = accept_ceiling(target, asked, emitted, TREE, draft, batch_size=3)
+        told[name] = [
+            {"accepted": text.accepted, "best": text.best.tolist(), "draft": text.draft.tolist()}
+            for text in found.texts
+        ]
+    return told
+
+
 def main() -> None:
     # Read when the first array is made. Unoptimised, programs that run for moments compile in half
     # the time.
@@ -147,6 +165,9 @@ def main() -> None:
     if "loading" in asked:
         asked.remove("loading")
         told["loading"] = loading()
+    if "ceiling" in asked:
+        asked.remove("ceiling")
+        told["ceiling"] = ceilings(reference, alone["tokens"])
     for text, cache in asked:
         found, also_said = facts(*models(reference, MeshConfig.parse(text, cache)))
         assert also_said.keys() == said.keys()
