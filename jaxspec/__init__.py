@@ -15,16 +15,19 @@ if TYPE_CHECKING:
     from jaxspec.convert.write import convert as convert_checkpoint
     from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_TARGET
     from jaxspec.errors import InputError
-    from jaxspec.generator import GenerateConfig, Generator, Request
+    from jaxspec.generator import GenerateConfig, Generator
     from jaxspec.identify import identify as identify_features
+    from jaxspec.prompts import Prompt
     from jaxspec.recording import RecordConfig, record
     from jaxspec.report import GenerateReport
-    from jaxspec.text import SamplingConfig, generate, tokenize
+    from jaxspec.requests import Completion, Request
+    from jaxspec.text import SamplingConfig, generate, stream, tokenize
     from jaxspec.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
     "SHIPPED_DRAFT",
     "SHIPPED_TARGET",
+    "Completion",
     "ContractError",
     "ConvertConfig",
     "GenerateConfig",
@@ -33,6 +36,7 @@ __all__ = [
     "InputError",
     "MeshConfig",
     "Numerics",
+    "Prompt",
     "RecordConfig",
     "Request",
     "SamplingConfig",
@@ -46,6 +50,7 @@ __all__ = [
     "load_target",
     "load_tokenizer",
     "record",
+    "stream",
     "tokenize",
 ]
 
@@ -57,11 +62,13 @@ _MODULES = {
     "convert.write": ("ConvertConfig", "convert_checkpoint"),
     "environment": ("SHIPPED_DRAFT", "SHIPPED_TARGET"),
     "errors": ("InputError",),
-    "generator": ("GenerateConfig", "Generator", "Request"),
+    "generator": ("GenerateConfig", "Generator"),
     "identify": ("identify_features",),
+    "prompts": ("Prompt",),
     "recording": ("RecordConfig", "record"),
     "report": ("GenerateReport",),
-    "text": ("SamplingConfig", "generate", "tokenize"),
+    "requests": ("Completion", "Request"),
+    "text": ("SamplingConfig", "generate", "stream", "tokenize"),
     "tokenizer": ("Tokenizer", "load_tokenizer"),
 }
 _OWN_NAMES = {

@@ -9,7 +9,8 @@ from jaxspec import ceiling as ceilings
 from jaxspec.ceiling import Ceiling, accept_ceiling
 from jaxspec.config import TreeConfig
 from jaxspec.errors import InputError
-from jaxspec.generator import GenerateConfig, Generator, Request
+from jaxspec.generator import GenerateConfig, Generator
+from jaxspec.requests import Request
 from tests import tiny
 from tests.reference import formulas
 from tests.reference.draft import ReferenceDraft

@@ -17,8 +17,9 @@ import pytest
 from jaxspec.checkpoint import load_draft, load_target
 from jaxspec.config import TreeConfig
 from jaxspec.draft import Draft
-from jaxspec.generator import GenerateConfig, Generator, Request
+from jaxspec.generator import GenerateConfig, Generator
 from jaxspec.recording import RecordConfig, record
+from jaxspec.requests import Request, sampling_of
 from jaxspec.sampling import gumbel_noise, keep_top
 from jaxspec.target import Target
 from tests import tiny
@@ -102,8 +103,8 @@ def margins(logits_TV: np.ndarray, request: Request) -> np.ndarray:
     score_TV = jnp.asarray(logits_TV)
     if request.temperature:
         score_TV = score_TV / request.temperature
-        cut = jnp.full(1, request.top_k), jnp.full(1, request.top_p)
-        score_TV = jnp.where(keep_top(score_TV[None], *cut)[0], score_TV, -jnp.inf)
+        kept_1TV = keep_top(score_TV[None], jax.tree.map(jnp.asarray, sampling_of({0: request}, 1)))
+        score_TV = jnp.where(kept_1TV[0], score_TV, -jnp.inf)
         seed, pos = jnp.full(1, request.seed), jnp.arange(len(logits_TV)) + len(request.prompt_ids)
         score_TV += gumbel_noise(seed, pos[None], logits_TV.shape[-1])[0]
     best_T2 = jax.lax.top_k(score_TV, 2)[0]
