@@ -174,7 +174,7 @@ def test_tokens_in_and_tokens_out(run, place):
 
 
 def test_a_prompt_that_is_too_long_fails_alone(run, place):
-    """The others have text and figures; it is named, and the status is 2. So again with the file."""
+    """The others are served; it is named, and the status is 2. So again with the file."""
     (place / "long.json").write_text(json.dumps([[5, 6, 7], [9] * 64, [8]]))
     args = ("generate", "--tokens", "long.json", *PAIR, *SHORT, "--out", "long.jsonl", "--ceiling")
     for _ in range(2):
