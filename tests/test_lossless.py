@@ -35,10 +35,10 @@ SAMPLINGS = {
     "temperature 1, top-p 0.95": {"temperature": 1.0, "top_p": 0.95},
 }
 
-CUTS = ({}, {"top_k": 40}, {"top_p": 0.95}, {"min_p": 0.05}, {"top_k": 20, "top_p": 0.9})
+CUTS = ({}, {"top_k": 40}, {"top_p": 0.95}, {"min_p": 0.05})
 MIXED = [{"temperature": t, **cut} for t in (0.5, 0.8, 1.2) for cut in CUTS] + [{}]
 """Every prompt with each of them, side by side in one batch, greedy ones among them."""
-MIXED_TOKENS = 24
+MIXED_TOKENS = 16
 """New tokens of each of these."""
 
 SLICE = 8

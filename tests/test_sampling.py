@@ -1,8 +1,12 @@
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
+from jaxspec.kernels.tree_verify import xla
 from jaxspec.sampling import Sampling, choose, gumbel_noise, keep_top
 from tests.reference import formulas
 
@@ -43,7 +47,7 @@ def test_greedy_and_sampled_sequences_side_by_side():
         np.testing.assert_array_equal(chosen(logits[b : b + 1], alone)[0], together[b])
 
 
-def test_noise_depends_on_seed_and_position_alone():
+def check_noise_depends_on_seed_and_position_alone() -> None:
     """Nodes of a depth share it; a later root with shallower nodes stands at the same positions."""
     logits = np.broadcast_to(random_logits(1, 1, 50), (2, 4, 50))
     depths = np.array([[0, 1, 1, 2], [0, 1, 2, 2]])
@@ -55,6 +59,10 @@ def test_noise_depends_on_seed_and_position_alone():
     assert later[0, 1] == first[0, 3]
     noise = gumbel_noise(jnp.arange(40, dtype=jnp.uint32), jnp.tile(jnp.arange(5), (40, 1)), 11)
     assert len(np.unique(noise)) == 40 * 5 * 11, "no two draws are one"
+
+
+def test_noise_depends_on_seed_and_position_alone():
+    check_noise_depends_on_seed_and_position_alone()
 
 
 def test_noise_does_not_follow_the_users_default_generator():
@@ -124,6 +132,116 @@ def check_samples_follow_the_distribution(settings: dict[str, float]) -> None:
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_samples_follow_the_distribution(settings):
     check_samples_follow_the_distribution(settings)
+
+
+def check_two_tokens_in_a_row_are_independent() -> None:
+    """All 16 pairs of what follows a root and its child, over 20 000 seeds: exact products.
+
+    The bound is the 99.99 % point of chi-square for 15 degrees.
+    """
+    draws, logits = 20_000, random_logits(2, 4)
+    depths = np.broadcast_to([0, 1], (draws, 2))
+    got = chosen(np.broadcast_to(logits, (draws, 2, 4)), sampling(draws), depths, levels=1)
+    counts = np.bincount(got[:, 0] * 4 + got[:, 1], minlength=16)
+    first, second = (formulas.softmax(row.astype(float)) for row in logits)
+    expected = draws * np.outer(first, second).ravel()
+    assert ((counts - expected) ** 2 / expected).sum() < 44.3
+
+
+def test_two_tokens_in_a_row_are_independent():
+    check_two_tokens_in_a_row_are_independent()
+
+
+def noise_reused_across_positions(monkeypatch) -> None:
+    honest = xla.gumbel_noise
+    monkeypatch.setattr(xla, "gumbel_noise", lambda s, pos, v: honest(s, jnp.zeros_like(pos), v))
+
+
+def noise_keyed_by_node(monkeypatch) -> None:
+    honest = xla.choose
+
+    def choose(logits, depth, length, settings, *, levels):
+        node = jnp.broadcast_to(jnp.arange(depth.shape[1]), depth.shape)
+        return honest(logits, node, length, settings, levels=depth.shape[1] - 1)
+
+    monkeypatch.setattr(xla, "choose", choose)
+
+
+def top_p_before_temperature(monkeypatch) -> None:
+    honest = xla.keep_top
+
+    def keep_top(score, settings):
+        return honest(score * settings.temperature[:, None, None], settings)
+
+    monkeypatch.setattr(xla, "keep_top", keep_top)
+
+
+@pytest.mark.parametrize(
+    ("plant", "check"),
+    [
+        (noise_reused_across_positions, check_two_tokens_in_a_row_are_independent),
+        (noise_keyed_by_node, check_noise_depends_on_seed_and_position_alone),
+        (top_p_before_temperature, lambda: check_samples_follow_the_distribution(SETTINGS[3])),
+    ],
+    ids=["noise_reused_across_positions", "noise_keyed_by_node", "top_p_before_temperature"],
+)
+def test_sabotage_makes_a_test_fail(monkeypatch, plant, check):
+    plant(monkeypatch)
+    fresh = jax.jit(lambda *args, levels: choose(*args, levels=levels), static_argnames="levels")
+    monkeypatch.setattr(sys.modules[__name__], "jitted_choose", fresh)
+    with pytest.raises(AssertionError):
+        check()
+
+
+VOCABULARY, PARTS, DRAWS = 163_840, 8, 25_600
+
+
+def chi_square_point(degrees: int) -> float:
+    """The 99.99 % point for so many degrees of freedom, as Wilson and Hilferty approximate it."""
+    part = 2 / (9 * degrees)
+    return degrees * (1 - part + 3.719 * part**0.5) ** 3
+
+
+@pytest.mark.slow
+def test_samples_follow_the_distribution_at_full_vocabulary():
+    """204,800 draws over Kimi's vocabulary, by their place in it and by their probability.
+
+    The noise of a position serves eight nodes, each of which may choose in an eighth of the
+    vocabulary: no two of these draws see the same numbers. A ninth node chooses in all of it.
+    """
+    logits = 2 * np.random.default_rng(1).normal(size=VOCABULARY).astype(np.float32)
+    part = np.arange(VOCABULARY) * PARTS // VOCABULARY
+    rows = [np.where(part == p, logits, -np.inf) for p in range(PARTS)] + [logits]
+    logits_JV, depth_J = jnp.asarray(np.stack(rows), jnp.float32), jnp.zeros((1, PARTS + 1), int)
+
+    @jax.jit
+    def drawn(logits_JV, place):
+        # A thousand seeds, each at many positions.
+        how = Sampling.of(1, seed=place % 1000, temperature=0.8)
+        return choose(logits_JV[None], depth_J, place[None] // 1000, how, levels=0)[0]
+
+    places = jnp.arange(DRAWS)
+    got = np.asarray(
+        jax.jit(lambda logits, at: lax.map(lambda i: drawn(logits, i), at))(logits_JV, places)
+    )
+    probability = np.stack([formulas.softmax(row.astype(float) / 0.8) for row in rows])
+    rank = np.empty(VOCABULARY, int)
+    rank[np.argsort(-logits)] = np.arange(VOCABULARY)
+    for node in range(PARTS + 1):
+        assert (probability[node, got[:, node]] > 0).all()
+    by_part = (got[:, :PARTS], probability[:PARTS])
+    for tokens, p in (by_part, (got[:, PARTS:], probability[PARTS:])):
+        # Cells of about equal probability: runs of ids, and runs of ranks.
+        for order in (np.arange(VOCABULARY), rank):
+            mass = np.zeros(VOCABULARY)
+            mass[order] = p.sum(0) / len(p)
+            cell = np.minimum((np.cumsum(mass) * 500).astype(int), 499)[order]
+            counts = np.bincount(cell[tokens].ravel(), minlength=500)
+            expected = tokens.size * np.bincount(cell, p.sum(0) / len(p), minlength=500)
+            cells = expected > 20
+            assert cells.sum() > 400
+            statistic = ((counts - expected) ** 2 / np.where(cells, expected, 1))[cells].sum()
+            assert statistic < chi_square_point(int(cells.sum()))
 
 
 def test_logits_that_are_no_numbers_are_never_chosen():
