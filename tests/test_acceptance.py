@@ -55,6 +55,7 @@ def test_as_much_as_the_one_coin_rule_accepts(capsys):
     graph, params = nnx.split((target, draft))
     temperature_B = jnp.full(BATCH, TEMPERATURE, jnp.float32)
     is_cut_B = jnp.arange(BATCH) % 2 == 1
+    levels_1P = jnp.arange(TREE.levels + 1)[None]
 
     @jax.jit
     def admit(params, new: Admission) -> State:
@@ -74,7 +75,7 @@ def test_as_much_as_the_one_coin_rule_accepts(capsys):
                 seen["at 1"] = path_probabilities(
                     logits_BJV, tree, jnp.ones_like(temperature_B), is_cut_B
                 )
-                seen["accepted"] = done.accepted.count[:, None] >= jnp.arange(TREE.levels + 1)
+                seen["accepted"] = done.accepted.count[:, None] >= levels_1P
                 return done
 
             is_running_B1 = (state.status == Status.RUNNING)[:, None]
