@@ -50,6 +50,7 @@ from jaxspec.step import (
     Admission,
     Settings,
     State,
+    compiler_options,
     decode,
     empty_state,
     prefill,
@@ -167,7 +168,7 @@ def verify(target: Target, batch: int, num_tokens: int) -> Callable[[], float]:
     apart_BT = 37 * row_BT
     greedy = _sampling(batch)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=compiler_options(jax.default_backend()))
     def run(params, cache):
         target = nnx.merge(graph, params)
 
@@ -200,7 +201,9 @@ def steps(
         state = empty_state(target, draft, batch, CONTEXT)
         return prefill(target, draft, state, _admission(prompt, batch), settings)
 
-    @functools.partial(jax.jit, donate_argnums=1)
+    @functools.partial(
+        jax.jit, donate_argnums=1, compiler_options=compiler_options(jax.default_backend())
+    )
     def run(params, state: State) -> State:
         return decode(*nnx.merge(graph, params), state, jnp.int32(STEPS), settings)
 

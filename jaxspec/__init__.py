@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from jaxspec.generator import GenerateConfig, Generator
     from jaxspec.identify import identify as identify_features
     from jaxspec.prompts import Prompt
+    from jaxspec.record_comparison import compare_records
     from jaxspec.recording import RecordConfig, record
     from jaxspec.report import GenerateReport
     from jaxspec.requests import Completion, Request
+    from jaxspec.run_comparison import compare_runs
     from jaxspec.text import SamplingConfig, generate, stream, tokenize
     from jaxspec.tokenizer import Tokenizer, load_tokenizer
 
@@ -42,6 +44,8 @@ __all__ = [
     "SamplingConfig",
     "Tokenizer",
     "TreeConfig",
+    "compare_records",
+    "compare_runs",
     "convert_checkpoint",
     "generate",
     "identify_features",
@@ -65,9 +69,11 @@ _MODULES = {
     "generator": ("GenerateConfig", "Generator"),
     "identify": ("identify_features",),
     "prompts": ("Prompt",),
+    "record_comparison": ("compare_records",),
     "recording": ("RecordConfig", "record"),
     "report": ("GenerateReport",),
     "requests": ("Completion", "Request"),
+    "run_comparison": ("compare_runs",),
     "text": ("SamplingConfig", "generate", "stream", "tokenize"),
     "tokenizer": ("Tokenizer", "load_tokenizer"),
 }

@@ -30,6 +30,7 @@ from jaxspec.step import (
     Settings,
     State,
     Status,
+    compiler_options,
     decode,
     empty_state,
     prefill,
@@ -180,7 +181,8 @@ class Generator:
             specs = specs_of(arguments, devices.config)
             traced = devices.spread(traced, specs, specs[1])
             arguments = devices.shapes(arguments)
-        return jax.jit(traced, donate_argnums=1).lower(*arguments).compile()
+        options = compiler_options(jax.default_backend())
+        return jax.jit(traced, donate_argnums=1).lower(*arguments).compile(options)
 
     def _put(self, tree: Any) -> Any:
         """Inputs of a program, on the mesh's devices if there is one."""
