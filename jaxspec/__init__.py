@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_TARGET
     from jaxspec.errors import InputError
     from jaxspec.generator import GenerateConfig, Generator
+    from jaxspec.hardware import Assumptions
     from jaxspec.identify import identify as identify_features
+    from jaxspec.plan import plan as plan_devices
+    from jaxspec.plan_models import PlanConfig
+    from jaxspec.plan_report import PlanReport
     from jaxspec.prompts import Prompt
     from jaxspec.record_comparison import compare_records
     from jaxspec.recording import RecordConfig, record
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SHIPPED_DRAFT",
     "SHIPPED_TARGET",
+    "Assumptions",
     "Completion",
     "ContractError",
     "ConvertConfig",
@@ -38,6 +43,8 @@ __all__ = [
     "InputError",
     "MeshConfig",
     "Numerics",
+    "PlanConfig",
+    "PlanReport",
     "Prompt",
     "RecordConfig",
     "Request",
@@ -53,6 +60,7 @@ __all__ = [
     "load_draft",
     "load_target",
     "load_tokenizer",
+    "plan_devices",
     "record",
     "stream",
     "tokenize",
@@ -67,7 +75,11 @@ _MODULES = {
     "environment": ("SHIPPED_DRAFT", "SHIPPED_TARGET"),
     "errors": ("InputError",),
     "generator": ("GenerateConfig", "Generator"),
+    "hardware": ("Assumptions",),
     "identify": ("identify_features",),
+    "plan": ("plan_devices",),
+    "plan_models": ("PlanConfig",),
+    "plan_report": ("PlanReport",),
     "prompts": ("Prompt",),
     "record_comparison": ("compare_records",),
     "recording": ("RecordConfig", "record"),
@@ -81,6 +93,7 @@ _OWN_NAMES = {
     "convert_checkpoint": "convert",
     "identify_features": "identify",
     "inspect_checkpoint": "inspect",
+    "plan_devices": "plan",
 }
 """Of what has another name here, because a module has its own."""
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -398,7 +398,9 @@ def test_sglang_spelling_of_the_tree(run):
     assert report["accept_ceiling"] == pytest.approx(11 / 4)
 
 
-@pytest.mark.parametrize("command", ["generate", "tokenize", "record", "convert", "inspect"])
+@pytest.mark.parametrize(
+    "command", ["generate", "tokenize", "record", "convert", "inspect", "plan"]
+)
 def test_help_states_every_default(run, command):
     status, out, _ = run(command, "--help")
     assert status == 0
