@@ -12,9 +12,9 @@ from flax import nnx
 from jaxspec.config import TreeConfig
 from jaxspec.errors import InputError
 from jaxspec.generator import GenerateConfig, Generator
-from jaxspec.prompts import EncodedPrompt
+from jaxspec.prompts import EncodedPrompt, Prompt
 from jaxspec.requests import Completion, Request
-from jaxspec.text import SamplingConfig, TextRun
+from jaxspec.text import SamplingConfig, TextRun, stream
 from jaxspec.tokenizer import load_tokenizer
 from tests.tiny_tokenizer import write_tokenizer
 
@@ -247,6 +247,22 @@ def test_pieces_come_while_others_go_on(free):
     assert list(ended) != sorted(ended), "short ones end first"
     for i, done in enumerate(free.run(requests).completions):
         assert tokens[i] == ended[i].tokens == done.tokens
+
+
+def test_prompts_of_every_kind_stream(free):
+    """Ids, and a prompt with an id, a limit and a stop id of its own."""
+    wanted = tokens_of(free, Request(prompt(5), max_new_tokens=9))[0]
+    own = {"max_new_tokens": 9, "stop_ids": (wanted[4],)}
+    run = stream(free, [prompt(3), Prompt("mine", ids=prompt(5), settings=own)])
+    tokens = {0: (), 1: ()}
+    for piece in run:
+        assert piece.text is None
+        tokens[piece.index] += piece.tokens
+    plain, mine = run.finish()
+    assert (plain.id, mine.id, mine.settings) == ("0", "mine", own)
+    assert tokens == {0: plain.completion.tokens, 1: mine.completion.tokens}
+    assert mine.completion.tokens == wanted[: wanted.index(wanted[4]) + 1]
+    assert len(run.run.completions) == 2
 
 
 def test_a_run_that_is_left_and_one_that_is_overtaken(free):
