@@ -32,6 +32,7 @@ from jaxspec.flags import (
     PromptArgument,
     PromptFileFlag,
     TargetFlag,
+    ThinkingFlag,
     TokensFlag,
 )
 from jaxspec.version import version
@@ -110,6 +111,7 @@ def generate(
     prompt_file: PromptFileFlag = None,
     tokens: TokensFlag = None,
     chat: ChatFlag = False,
+    thinking: ThinkingFlag = None,
     max_new_tokens: Annotated[int, typer.Option(help="Per prompt.")] = 128,
     context_length: Annotated[
         int | None,
@@ -123,10 +125,22 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
     top_p: Annotated[float, typer.Option(help="Above 0; 1 is off.")] = 1.0,
+    min_p: Annotated[
+        float,
+        typer.Option(help="Of the likeliest token's probability; cuts after top-p. 0 is off."),
+    ] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the first prompt; the next ones count up.")] = 0,
     stop: Annotated[
         list[str] | None,
         typer.Option(metavar="TEXT", help="Ends a continuation; may be repeated. Default: none."),
+    ] = None,
+    stop_id: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="ID",
+            help="Token that ends a continuation, besides the target's own; may be repeated. "
+            "Default: none.",
+        ),
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past it.")] = False,
     dtype: DtypeFlag = None,
@@ -178,7 +192,7 @@ def generate(
     sglang = (speculative_num_steps, speculative_eagle_topk, speculative_num_draft_tokens)
     flags = GenerateFlags(
         models=models,
-        prompts=PromptFlags(prompt, prompt_file, tokens, chat),
+        prompts=PromptFlags(prompt, prompt_file, tokens, chat, thinking),
         config=GenerateConfig(
             tree=_tree(tree, sglang, has_draft=draft != "none"),
             max_new_tokens=max_new_tokens,
@@ -186,7 +200,9 @@ def generate(
             batch_size=batch_size,
             ignore_eos=ignore_eos,
         ),
-        sampling=SamplingConfig(temperature, top_k, top_p, seed, tuple(stop or ())),
+        sampling=SamplingConfig(
+            temperature, top_k, top_p, min_p, seed, tuple(stop or ()), tuple(stop_id or ())
+        ),
         out=out,
         streams=not as_json and is_first(),
         with_ceiling=ceiling,
@@ -197,6 +213,9 @@ def generate(
             display.say(report.summary())
     if as_json and is_first():
         print(json.dumps(report.to_dict(), ensure_ascii=False))
+    if report.num_failed:
+        # Each was named on stderr; the others were served.
+        raise typer.Exit(2)
 
 
 @app.command()
@@ -206,6 +225,7 @@ def tokenize(
     target: TargetFlag = None,
     prompt_file: PromptFileFlag = None,
     chat: ChatFlag = False,
+    thinking: ThinkingFlag = None,
     as_json: Annotated[
         bool,
         typer.Option(
@@ -218,7 +238,9 @@ def tokenize(
     """The exact ids of prompts, for feeding other engines the same thing."""
     from jaxspec.commands import ModelFlags, PromptFlags, run_tokenize
 
-    report = run_tokenize(ModelFlags(target), PromptFlags(prompt, prompt_file, None, chat))
+    report = run_tokenize(
+        ModelFlags(target), PromptFlags(prompt, prompt_file, None, chat, thinking)
+    )
     if as_json:
         print(json.dumps(report.to_dict(), ensure_ascii=False))
     else:
@@ -245,6 +267,7 @@ def record(
     prompt_file: PromptFileFlag = None,
     tokens: TokensFlag = None,
     chat: ChatFlag = False,
+    thinking: ThinkingFlag = None,
     boundaries: Annotated[
         str | None,
         typer.Option(metavar="IDS|none", help="Those to keep. Default: all."),
@@ -267,7 +290,12 @@ def record(
     kept = () if boundaries == "none" else _ids("--boundaries", boundaries)
     with Display() as display:
         done = run_record(
-            models, PromptFlags(prompt, prompt_file, tokens, chat), kept, top, out, display
+            models,
+            PromptFlags(prompt, prompt_file, tokens, chat, thinking),
+            kept,
+            top,
+            out,
+            display,
         )
         if not as_json:
             display.say(f"{out}: {', '.join(done.arrays)}")
