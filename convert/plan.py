@@ -102,6 +102,7 @@ class Rule:
       leaves: paths, as in `sparse.attention.q_a`.
       wants: everything `build` reads.
       build: gives the leaves' arrays, in order, without the layer axis.
+      restore: the way back, from the same arrays to tensors by name; of a part, some rows of one.
       part: what of the leaves it builds; None: all.
     """
 
@@ -110,6 +111,7 @@ class Rule:
     leaves: tuple[str, ...]
     wants: tuple[Want, ...]
     build: Callable[["Reader"], tuple[np.ndarray, ...]]
+    restore: Callable[..., dict[str, np.ndarray]]
     part: Part | None = None
 
     def source_bytes(self, source: Source) -> int:
@@ -132,13 +134,20 @@ def simple_rule(
     transform: Callable[..., np.ndarray] | None = None,
     *args: int,
 ) -> Rule:
-    """The rule of one leaf that is one tensor, as it is or as `transform(tensor, *args)`."""
+    """The rule of one leaf that is one tensor, as it is or as `transform(tensor, *args)`.
+
+    Args:
+      transform: a transposition, and then at most a cut of an axis into two.
+    """
 
     def build(reader: "Reader") -> tuple[np.ndarray, ...]:
         tensor = reader.read(want)
         return (tensor if transform is None else transform(tensor, *args),)
 
-    return Rule(piece, layer, (leaf,), (want,), build)
+    def restore(leaf: np.ndarray) -> dict[str, np.ndarray]:
+        return {want.name: leaf if transform is None else transforms.restored(leaf, want.shape)}
+
+    return Rule(piece, layer, (leaf,), (want,), build, restore)
 
 
 def limit_piece(rules: Iterable[Rule]) -> Iterator[Rule]:
@@ -170,7 +179,10 @@ def vocabulary_rules(
             rows = reader.read(want, None if part is None else part.rows)
             return (rows if transform is None else transform(rows),)
 
-        yield Rule(name, None, (leaf,), (want,), build, part)
+        def restore(rows: np.ndarray) -> dict[str, np.ndarray]:
+            return {want.name: rows if transform is None else transforms.transpose(rows)}
+
+        yield Rule(name, None, (leaf,), (want,), build, restore, part)
 
 
 @dataclasses.dataclass(frozen=True)

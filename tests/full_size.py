@@ -3,7 +3,7 @@
 import jax
 from flax import nnx
 
-from jaxspec.config import DraftConfig, Numerics, RotaryConfig, TargetConfig, Yarn
+from jaxspec.config import LlamaDraftConfig, Numerics, RotaryConfig, TargetConfig, Yarn
 from jaxspec.contracts import Boundaries
 from jaxspec.draft import Draft
 from jaxspec.target import Target
@@ -51,7 +51,7 @@ def abstract_draft(
 ) -> Draft:
     """A Llama-type draft as the public ones for Kimi are."""
     numerics = numerics or Numerics()
-    config = DraftConfig(
+    config = LlamaDraftConfig(
         vocab_size=163840,
         draft_vocab_size=draft_vocab_size,
         hidden_size=7168,
