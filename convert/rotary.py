@@ -30,33 +30,39 @@ class RotaryChoice:
     kind: Literal["pairs", "halves"] | None = None
 
     @classmethod
-    def parse(
-        cls, theta: float | None, scaling: str | None, kind: Literal["pairs", "halves"] | None
-    ) -> "RotaryChoice":
-        """The choice as flags write it; the scaling is `none`, or JSON as in a config.
+    def parse(cls, text: str) -> "RotaryChoice":
+        """The choice as `--draft-rotary` writes it: a JSON object of a config's own keys.
 
         Raises:
-          InputError: the base is not a positive number, or the scaling is neither.
+          InputError: it is none, or has a key or a value that is unknown.
         """
-        if theta is not None and not 0 < theta < float("inf"):
-            raise InputError(f"--draft-rope-theta is {theta}: expected a positive number")
-        if scaling is None:
-            return cls(theta, "as stated", kind)
-        if scaling == "none":
-            return cls(theta, None, kind)
+        where = "--draft-rotary"
         try:
-            data = json.loads(scaling)
+            data = json.loads(text)
         except ValueError:
             data = None
         if not isinstance(data, dict):
             raise InputError(
-                f"--draft-rope-scaling is {scaling!r}: expected none, or a JSON object as a config "
-                "has it under rope_scaling"
+                f"{where} is {text!r}: expected a JSON object with rope_theta, rope_scaling (an "
+                "object, or null for none) or rope_interleave, as a config has them"
             )
-        problems = Problems("--draft-rope-scaling")
-        yarn = _read_yarn(Fields(data, "--draft-rope-scaling: ", problems))
+        problems = Problems(where)
+        fields, choice = Fields(data, f"{where}: ", problems), cls()
+        if "rope_theta" in data:
+            theta = fields.take("rope_theta", float)
+            if not 0 < theta < float("inf"):
+                problems.add(f"rope_theta is {data['rope_theta']!r}; expected a positive number")
+            choice = dataclasses.replace(choice, theta=theta)
+        if "rope_scaling" in data:
+            scaling = fields.nested("rope_scaling")
+            yarn = _read_yarn(scaling) if scaling.data else None
+            choice = dataclasses.replace(choice, scaling=yarn)
+        if "rope_interleave" in data:
+            kind = "pairs" if fields.take("rope_interleave", bool) else "halves"
+            choice = dataclasses.replace(choice, kind=kind)
+        fields.finish()
         problems.raise_any()
-        return cls(theta, yarn, kind)
+        return choice
 
     def __bool__(self) -> bool:
         """Whether it changes anything."""

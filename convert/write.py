@@ -152,7 +152,7 @@ def prepare(directory: Path, config: ConvertConfig) -> Prepared:
     if config.target is not None or config.capture_convention is not None or config.draft_rotary:
         raise CheckpointError(
             str(directory),
-            ["this is a target; --target, --capture-convention, --draft-rope-... are for drafts"],
+            ["this is a target; --target, --capture-convention and --draft-rotary are for drafts"],
         )
     return prepare_target(source, config.experts, config.latent_norm_eps)
 

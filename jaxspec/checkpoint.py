@@ -140,7 +140,7 @@ def load_draft(
     if isinstance(found, Manifest) and rotary:
         problems.add(
             f"converted already, which settled its rotary embedding: {config.rotary} "
-            f"[{found.claims['rotary'].origin}]; convert it again with other --draft-rope-... flags"
+            f"[{found.claims['rotary'].origin}]; convert it again with another --draft-rotary"
         )
     if not config.boundaries.ids and capture is not None:
         if len(capture) != config.num_aux_hidden_states:

@@ -22,6 +22,7 @@ from jaxspec.flags import (
     ConventionFlag,
     CoordinatorFlag,
     DraftFlag,
+    DraftRotaryFlag,
     DtypeFlag,
     JsonFlag,
     MeshFlag,
@@ -37,6 +38,7 @@ from jaxspec.version import version
 if TYPE_CHECKING:
     from jaxspec.commands import ModelFlags
     from jaxspec.config import MeshConfig, TreeConfig
+    from jaxspec.convert.rotary import RotaryChoice
 
 __all__ = ["app", "main"]
 
@@ -104,6 +106,7 @@ def generate(
     ] = None,
     capture: CaptureFlag = None,
     capture_convention: ConventionFlag = None,
+    draft_rotary: DraftRotaryFlag = None,
     prompt_file: PromptFileFlag = None,
     tokens: TokensFlag = None,
     chat: ChatFlag = False,
@@ -172,9 +175,8 @@ def generate(
         raise InputError("--ceiling is of a tree, and --draft none has none")
     if ceiling and mesh is not None:
         raise InputError("--ceiling is measured on one device: drop --mesh, or --ceiling")
-    models = _models(
-        target, draft, capture, capture_convention, dtype, implementation, _mesh(mesh, cache)
-    )
+    drafted = (draft, capture, capture_convention, draft_rotary)
+    models = _models(target, drafted, dtype, implementation, _mesh(mesh, cache))
     sglang = (speculative_num_steps, speculative_eagle_topk, speculative_num_draft_tokens)
     flags = GenerateFlags(
         models=models,
@@ -234,6 +236,7 @@ def record(
     draft: DraftFlag = None,
     capture: CaptureFlag = None,
     capture_convention: ConventionFlag = None,
+    draft_rotary: DraftRotaryFlag = None,
     dtype: DtypeFlag = None,
     mesh: MeshFlag = None,
     cache: CacheFlag = None,
@@ -261,7 +264,8 @@ def record(
     from jaxspec.console import Display
     from jaxspec.processes import is_first
 
-    models = _models(target, draft, capture, capture_convention, dtype, None, _mesh(mesh, cache))
+    drafted = (draft, capture, capture_convention, draft_rotary)
+    models = _models(target, drafted, dtype, None, _mesh(mesh, cache))
     kept = () if boundaries == "none" else _ids("--boundaries", boundaries)
     with Display() as display:
         done = run_record(
@@ -285,6 +289,7 @@ def convert(
         typer.Option(help="auto takes what has an fc for a draft."),
     ] = "auto",
     capture_convention: ConventionFlag = None,
+    draft_rotary: DraftRotaryFlag = None,
     target: Annotated[
         str | None,
         typer.Option(metavar="DIR", help="Ties a draft to this target. Default: it stays open."),
@@ -313,6 +318,7 @@ def convert(
         None if target is None else locate(target),
         experts,
         latent_norm_eps,
+        _rotary(draft_rotary),
     )
     with Display() as display:
         report = run(
@@ -343,6 +349,7 @@ def inspect(
         ),
     ] = None,
     capture_convention: ConventionFlag = None,
+    draft_rotary: DraftRotaryFlag = None,
     as_json: JsonFlag = False,
     compile_cache: CompileCacheFlag = None,
 ) -> None:
@@ -362,6 +369,7 @@ def inspect(
     config = ConvertConfig(
         capture_convention=capture_convention,
         target=None if target is None else locate(target),
+        draft_rotary=_rotary(draft_rotary),
     )
     found = run(locate(path), config)
     print(json.dumps(found.to_dict()) if as_json else describe(found))
@@ -375,7 +383,9 @@ def _inspect_features(
     from jaxspec.console import Display
 
     with Display() as display:
-        report = run_identify(path, _models(target, "none", None, None, "float32", None), display)
+        report = run_identify(
+            path, _models(target, ("none", None, None, None), "float32", None), display
+        )
     print(json.dumps(report.to_dict()) if as_json else report.summary())
     if not report.holds:
         raise typer.Exit(1)
@@ -390,18 +400,20 @@ def _start_jax(compile_cache: str | None) -> None:
 
 def _models(
     target: str | None,
-    draft: str | None,
-    capture: str | None,
-    convention: Convention | None,
+    drafted: tuple[str | None, str | None, Convention | None, str | None],
     dtype: Dtype | None,
     implementation: str | None,
     mesh: "MeshConfig | None" = None,
 ) -> "ModelFlags":
+    """The models that the flags name; `drafted` is the draft, and three flags about it."""
     import jax
 
     from jaxspec.commands import ModelFlags
     from jaxspec.config import Numerics
 
+    draft, capture, convention, rotary = drafted
+    if draft == "none" and rotary is not None:
+        raise InputError("--draft-rotary says how a draft turns its keys: there is no draft")
     if draft == "none" and capture is not None:
         raise InputError("--capture without a draft: nothing would be done with what is captured")
     if draft == "none" and convention is not None:
@@ -411,7 +423,14 @@ def _models(
         raise InputError(f"--implementation is {implementation!r}; there are {' and '.join(known)}")
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     numerics = Numerics(dtype=dtype, implementation=cast("Any", implementation), mesh=mesh)
-    return ModelFlags(target, draft, _ids("--capture", capture), convention, numerics)
+    choice = _rotary(rotary)
+    return ModelFlags(target, draft, _ids("--capture", capture), convention, choice, numerics)
+
+
+def _rotary(text: str | None) -> "RotaryChoice":
+    from jaxspec.convert.rotary import RotaryChoice
+
+    return RotaryChoice() if text is None else RotaryChoice.parse(text)
 
 
 def _join(

@@ -15,6 +15,8 @@ from jaxspec.checkpoint import load_draft, load_target, locate
 from jaxspec.config import Numerics
 from jaxspec.console import Display
 from jaxspec.contracts import Boundaries
+from jaxspec.convert.draft_configs import AS_STATED
+from jaxspec.convert.rotary import RotaryChoice
 from jaxspec.draft import Draft
 from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_TARGET
 from jaxspec.errors import InputError
@@ -63,12 +65,14 @@ class ModelFlags:
       draft: likewise, or "none"; None is the shipped one, for the shipped target only.
       capture: boundaries that the target captures; a draft that states others refuses them. None
         takes those that the draft states.
+      draft_rotary: the draft's rotary embedding, in place of what its config says.
     """
 
     target: str | None = None
     draft: str | None = None
     capture: tuple[int, ...] | None = None
     capture_convention: Convention | None = None
+    draft_rotary: RotaryChoice = AS_STATED
     numerics: Numerics = dataclasses.field(default_factory=Numerics)
 
     def claim(self, target: Target) -> Boundaries | None:
@@ -152,6 +156,7 @@ def load(models: ModelFlags, display: Display) -> tuple[Target, Draft | None]:
         target=target,
         capture_convention=models.capture_convention,
         capture=models.capture,
+        rotary=models.draft_rotary,
         progress=display.progress,
     )
     return target, draft
@@ -333,6 +338,7 @@ def _header(flags: GenerateFlags, target: Target, draft: Draft | None) -> dict[s
         "flags": {
             "tree": None if config.tree is None else str(config.tree),
             "capture": models.capture and list(models.capture),
+            **_rotary_of(models),
             "max_new_tokens": config.max_new_tokens,
             "context_length": config.slots(target.config),
             "batch_size": config.batch_size,
@@ -351,6 +357,12 @@ def _header(flags: GenerateFlags, target: Target, draft: Draft | None) -> dict[s
         "draft_hash": None if draft is None else draft.identity,
         "machine": machine(),
     }
+
+
+def _rotary_of(models: ModelFlags) -> dict[str, Any]:
+    """What --draft-rotary asks for; nothing without it, so that old files go on."""
+    choice = models.draft_rotary
+    return {"draft_rotary": dataclasses.asdict(choice)} if choice else {}
 
 
 def _mesh_of(models: ModelFlags) -> dict[str, str]:

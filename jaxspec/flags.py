@@ -15,6 +15,7 @@ __all__ = [
     "ConventionFlag",
     "CoordinatorFlag",
     "DraftFlag",
+    "DraftRotaryFlag",
     "DtypeFlag",
     "JsonFlag",
     "MeshFlag",
@@ -59,6 +60,15 @@ ConventionFlag = Annotated[
         "--capture-convention",
         help="Whether the draft's own ids mean the state before or after a layer. Default: what "
         "its checkpoint says.",
+    ),
+]
+DraftRotaryFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-rotary",
+        metavar="JSON",
+        help="The draft's rope_theta, rope_scaling (null: none) or rope_interleave, where its "
+        "config.json is known to be wrong. Default: what that says.",
     ),
 ]
 DtypeFlag = Annotated[
