@@ -19,6 +19,8 @@ from jaxspec.convert.draft_configs import find
 from jaxspec.convert.matrices import Matrices
 from jaxspec.convert.names import latent_attention_rules
 from jaxspec.convert.plan import (
+    FLOAT,
+    HALF,
     Reader,
     Rule,
     UnusedRule,
@@ -96,7 +98,16 @@ def unused_draft_tensors() -> list[UnusedRule]:
 
 
 def draft_rules(names: DraftNames, config: DraftConfig, problems: Problems) -> Iterator[Rule]:
-    """The rules of a draft, piece by piece."""
+    """The rules of a draft, piece by piece; f16 is among the element types of its weights."""
+    for rule in _rules(names, config, problems):
+        wants = [
+            dataclasses.replace(want, dtypes=(*FLOAT, HALF)) if want.dtypes == FLOAT else want
+            for want in rule.wants
+        ]
+        yield dataclasses.replace(rule, wants=tuple(wants))
+
+
+def _rules(names: DraftNames, config: DraftConfig, problems: Problems) -> Iterator[Rule]:
     c, width = config, config.hidden_size
 
     def rule(leaf: str, name: str, shape: tuple[int, ...]) -> Rule:

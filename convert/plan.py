@@ -20,6 +20,7 @@ from jaxspec.convert.source import DTYPES, Source
 
 __all__ = [
     "FLOAT",
+    "HALF",
     "Part",
     "Piece",
     "Reader",
@@ -37,6 +38,8 @@ __all__ = [
 
 FLOAT = ("BF16", "F32")
 """Element types of plain weights."""
+HALF = "F16"
+"""That of old drafts, which is read into f32: bf16 would round it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,8 +213,10 @@ class Reader:
         self._source, self._problems, self._fp8_block = source, problems, fp8_block
 
     def read(self, want: Want, rows: range | None = None) -> np.ndarray:
-        """The tensor, or some rows of it; bf16 where it was stored as float8 with scales."""
+        """The tensor, or some rows of it; bf16 of float8 with scales, f32 of f16."""
         array = self._finite(want, rows)
+        if array.dtype == DTYPES[HALF]:
+            array = array.astype(np.float32)
         if want.fp8_scale is None:
             return array
         assert rows is None, "blocks of scales are not cut"
@@ -288,7 +293,7 @@ def check_plan(
 def leaf_dtypes(rule: Rule, source: Source) -> tuple[str, ...]:
     """Element types of the leaves that a rule will build, from headers alone."""
     stored = {source.tensors[want.name].dtype for want in rule.wants}
-    plain = "float32" if "F32" in stored else "bfloat16"
+    plain = "float32" if stored & {"F32", HALF} else "bfloat16"
     fixed = {"words": "int32", "scales": "bfloat16", "router": "float32", "draft": "int32"}
     # experts.down_words, experts.down_scales, sparse.router.bias, target_of_draft
     return tuple(

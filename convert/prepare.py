@@ -19,7 +19,7 @@ from jaxspec.convert.configs import LatentNormEps, Quantization, read_target_con
 from jaxspec.convert.draft_configs import AS_STATED, read_draft
 from jaxspec.convert.fields import Claim
 from jaxspec.convert.matrices import Matrices
-from jaxspec.convert.plan import FLOAT, Piece, Reader, Rule, build_piece, check_plan
+from jaxspec.convert.plan import FLOAT, HALF, Piece, Reader, Rule, build_piece, check_plan
 from jaxspec.convert.problems import Problems
 from jaxspec.convert.rotary import RotaryChoice
 from jaxspec.convert.source import Source
@@ -240,5 +240,6 @@ def _fingerprint(function: dict[str, Any], rules: list[Rule], source: Source) ->
             seen.add(name)
             digest.update(f"{whole} {rule.leaves} {tensor.shape}".encode())
             rows = source.read(name, None if len(tensor.shape) < 2 else range(1))
-            digest.update((rows.astype(np.float32) if tensor.dtype in FLOAT else rows).tobytes())
+            is_plain = tensor.dtype in (*FLOAT, HALF)
+            digest.update((rows.astype(np.float32) if is_plain else rows).tobytes())
     return digest.hexdigest()[:12]

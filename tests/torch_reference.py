@@ -209,6 +209,11 @@ def make_greedy_record(directory: Path, prompts: list[list[int]], out: Path) -> 
     return Record.read(out)
 
 
+def save_torch(tensors: Path, out: Path) -> None:
+    """The tensors of a safetensors file as torch saves them."""
+    _run_python("save_torch.py", tensors, out)
+
+
 def _write_tokens(out: Path, sequences: list[list[int]]) -> Path:
     listed = out.with_suffix(".json")
     listed.write_text(json.dumps(sequences))
@@ -216,13 +221,17 @@ def _write_tokens(out: Path, sequences: list[list[int]]) -> Path:
 
 
 def _run(program: str, directory: Path, *args: object) -> None:
+    _run_python(program, directory, "--model", identity(directory), *args)
+
+
+def _run_python(program: str, *args: object) -> None:
     python = os.environ.get("JAXSPEC_REFERENCE_PYTHON")
     if not python:
         raise RuntimeError(
             "JAXSPEC_REFERENCE_PYTHON names no Python: it has to be that of the reference "
             "environment, made as CONTRIBUTING.md says"
         )
-    command = [python, PROGRAMS / program, directory, "--model", identity(directory), *args]
+    command = [python, PROGRAMS / program, *args]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{program} exited with {done.returncode}:\n{done.stderr}")
