@@ -17,6 +17,7 @@ from jaxspec.kernels.expert_matmul.packing import GROUP
 
 __all__ = [
     "TRANSFORMERS_EPS",
+    "WRAPPER",
     "LatentNormEps",
     "Quantization",
     "TargetFacts",

@@ -66,7 +66,7 @@ def read_draft(
     pairing, why = _pairing(layer, kind)
     rotary = read_rotary(layer, rotary_width, pairing)
     flags = _read_flags(top, eagle, is_speculators)
-    ids, origin = _read_boundaries(top, eagle, convention)
+    ids, origin = _read_boundaries(top, eagle, convention, is_speculators)
     width = top.take("target_hidden_size", int, sizes["hidden_size"])
     num_chunks = _num_chunks(source, top, ids, origin, width)
     for fields in (top, layer, eagle) if is_speculators else (top, eagle):
@@ -231,7 +231,7 @@ def _num_chunks(source: Source, top: Fields, ids: tuple[int, ...], origin: str, 
 
 
 def _read_boundaries(
-    top: Fields, eagle: Fields, convention: Convention | None
+    top: Fields, eagle: Fields, convention: Convention | None, is_speculators: bool
 ) -> tuple[tuple[int, ...], str]:
     """The boundaries and where they were read; () for the default of every framework."""
     key = "eagle_aux_hidden_state_layer_ids"
@@ -255,7 +255,10 @@ def _read_boundaries(
     if len(set(given.values())) > 1:
         problems.add(" but ".join(f"{where} is {list(ids)}" for where, ids in given.items()))
     where, ids = next(iter(given.items()))
-    read_as, why = _read_convention(problems, where, ids, convention, stated)
+    if is_speculators and convention is None and stated is None:
+        read_as, why = "before", "speculators counts from 0, the embedding output, to n"
+    else:
+        read_as, why = _read_convention(problems, where, ids, convention, stated)
     boundaries = ids if read_as == "before" else tuple(one + 1 for one in ids)
     if min(boundaries) < 0:
         problems.add(f"{where} is {list(ids)}: no boundary comes before 0, the embedding output")

@@ -10,7 +10,10 @@ if TYPE_CHECKING:
     from jaxspec.checkpoint import load_draft, load_target
     from jaxspec.config import MeshConfig, Numerics, TreeConfig
     from jaxspec.contracts import ContractError
+    from jaxspec.convert.export import ExportConfig
+    from jaxspec.convert.export import export as export_checkpoint
     from jaxspec.convert.inspect import inspect as inspect_checkpoint
+    from jaxspec.convert.rotary import RotaryChoice
     from jaxspec.convert.write import ConvertConfig
     from jaxspec.convert.write import convert as convert_checkpoint
     from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_TARGET
@@ -27,6 +30,7 @@ __all__ = [
     "SHIPPED_TARGET",
     "ContractError",
     "ConvertConfig",
+    "ExportConfig",
     "GenerateConfig",
     "GenerateReport",
     "Generator",
@@ -35,10 +39,12 @@ __all__ = [
     "Numerics",
     "RecordConfig",
     "Request",
+    "RotaryChoice",
     "SamplingConfig",
     "Tokenizer",
     "TreeConfig",
     "convert_checkpoint",
+    "export_checkpoint",
     "generate",
     "identify_features",
     "inspect_checkpoint",
@@ -53,7 +59,9 @@ _MODULES = {
     "checkpoint": ("load_draft", "load_target"),
     "config": ("MeshConfig", "Numerics", "TreeConfig"),
     "contracts": ("ContractError",),
+    "convert.export": ("ExportConfig", "export_checkpoint"),
     "convert.inspect": ("inspect_checkpoint",),
+    "convert.rotary": ("RotaryChoice",),
     "convert.write": ("ConvertConfig", "convert_checkpoint"),
     "environment": ("SHIPPED_DRAFT", "SHIPPED_TARGET"),
     "errors": ("InputError",),
@@ -66,6 +74,7 @@ _MODULES = {
 }
 _OWN_NAMES = {
     "convert_checkpoint": "convert",
+    "export_checkpoint": "export",
     "identify_features": "identify",
     "inspect_checkpoint": "inspect",
 }

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from jaxspec.config import DraftConfig, Numerics, TargetConfig
 from jaxspec.convert.configs import TRANSFORMERS_EPS, LatentNormEps
 from jaxspec.convert.draft_configs import AS_STATED, UNTIED
 from jaxspec.convert.drafts import is_draft
-from jaxspec.convert.manifest import Manifest, is_converted, part_of, read_manifest
+from jaxspec.convert.manifest import Manifest, is_converted, read_manifest
+from jaxspec.convert.pieces import pieces_of
 from jaxspec.convert.plan import Piece
 from jaxspec.convert.prepare import (
     Experts,
@@ -176,20 +177,6 @@ def _check_kind(directory: Path, found: str, expected: str) -> None:
         raise CheckpointError(str(directory), [f"this is a {found}, not a {expected}"])
 
 
-def _pieces(
-    found: Prepared | Manifest, directory: Path, problems: Problems
-) -> tuple[int, Iterator[Piece]]:
-    if isinstance(found, Prepared):
-        return len({rule.piece for rule in found.rules}), found.pieces(problems)
-    # Orbax takes half a second to import, and only a converted checkpoint needs it.
-    from jaxspec.convert.store import read_piece
-
-    params, pieces = directory / "params", found.pieces
-    return len(pieces), (
-        read_piece(params, piece["name"], piece["layer"], part_of(piece)) for piece in pieces
-    )
-
-
 def _fill[Model: (Target, Draft)](
     model: Model, directory: Path, found: Prepared | Manifest, progress: Progress | None
 ) -> Model:
@@ -205,7 +192,7 @@ def _fill[Model: (Target, Draft)](
     shares = _shares(want, shardings)
     seen: set[str] = set()
     problems = Problems(str(directory))
-    total, pieces = _pieces(found, directory, problems)
+    total, pieces = pieces_of(found, directory, problems)
     for done, piece in enumerate(pieces, start=1):
         leaves = {}
         for path, array in piece.leaves.items():
