@@ -19,13 +19,12 @@ LLAMA = {
         "vocab_size",
         "hidden_size",
         "intermediate_size",
-        "num_attention_heads",
         "num_key_value_heads",
         "head_dim",
         "rms_norm_eps",
         "rope_theta",
     )
-} | {"num_hidden_layers": 1}
+} | {"num_hidden_layers": 1, "num_attention_heads": 8}  # transformers: a divisor of the width
 YARN = tiny.TARGET_CONFIG["rope_scaling"]
 LATENT = {
     "architectures": ["Eagle3DeepseekV2ForCausalLM"],
@@ -81,7 +80,7 @@ def specforge() -> Layout:
 
 def speculators() -> Layout:
     """One norm before `fc`, the residual after `hidden_norm`, three layers; ids at the top."""
-    layer = {**LLAMA, "num_hidden_layers": 3, "num_attention_heads": 8}
+    layer = {**LLAMA, "num_hidden_layers": 3}
     config = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",

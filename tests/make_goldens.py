@@ -52,6 +52,8 @@ GOLDENS: dict[str, Callable[[Path, Path], object]] = {
     "tiny-deepseek": target("tiny-deepseek"),
     "tiny-draft": draft("tiny-draft", "tiny-kimi"),
     "tiny-draft-normed": draft("tiny-draft-normed", "tiny-kimi"),
+    "tiny-specforge": draft("tiny-specforge", "tiny-kimi"),
+    "tiny-speculators": draft("tiny-speculators", "tiny-kimi"),
     "mini-target": target("mini-target"),
     "mini-draft": draft("mini-draft", "mini-target"),
     "mini-greedy": greedy,
