@@ -45,7 +45,15 @@ from jaxspec.contracts import TargetIds
 from jaxspec.draft import Draft
 from jaxspec.mla import Pass
 from jaxspec.sampling import Sampling, choose
-from jaxspec.step import Admission, Settings, State, decode, empty_state, prefill
+from jaxspec.step import (
+    Admission,
+    Settings,
+    State,
+    compiler_options,
+    decode,
+    empty_state,
+    prefill,
+)
 from jaxspec.target import Target
 
 TREES = ("1x1x2", "2x1x3", "3x1x4", "3x4x16")
@@ -159,7 +167,7 @@ def verify(target: Target, batch: int, num_tokens: int) -> Callable[[], float]:
     apart_BT = 37 * row_BT
     greedy = _sampling(batch)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=compiler_options(jax.default_backend()))
     def run(params, cache):
         target = nnx.merge(graph, params)
 
@@ -192,7 +200,9 @@ def steps(
         state = empty_state(target, draft, batch, CONTEXT)
         return prefill(target, draft, state, _admission(prompt, batch), settings)
 
-    @functools.partial(jax.jit, donate_argnums=1)
+    @functools.partial(
+        jax.jit, donate_argnums=1, compiler_options=compiler_options(jax.default_backend())
+    )
     def run(params, state: State) -> State:
         return decode(*nnx.merge(graph, params), state, jnp.int32(STEPS), settings)
 

@@ -50,6 +50,7 @@ from jaxspec.config import LlamaDraftConfig, RotaryConfig, TargetConfig
 from jaxspec.contracts import Boundaries, TargetIds
 from jaxspec.draft import Draft
 from jaxspec.generator import implementations
+from jaxspec.kernels.hopper import why_not_hopper
 from jaxspec.mla import Pass
 from jaxspec.target import Target
 
@@ -95,7 +96,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder of the files")
     parser.add_argument("--dry-run", action="store_true", help="small, and without a GPU")
     args = parser.parse_args()
-    reason = kernel_timing.why_no_time()
+    reason = why_not_hopper()
     if reason is not None and not args.dry_run:
         parser.error(f"{reason}; --dry-run goes through all stages")
     figures: dict[str, Any] = {"kind": "dry run; its times say nothing"} if args.dry_run else {}

@@ -73,16 +73,6 @@ class Plan:
         return cls(layers_of(op, work, rotated_bytes), math.ceil(calls / unroll) * unroll, unroll)
 
 
-def why_no_time() -> str | None:
-    """Why nothing is timed here; None on a Hopper GPU."""
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        return f"the device is a {device.device_kind} ({device.platform}), not a Hopper GPU"
-    if device.compute_capability != "9.0":
-        return f"{device.device_kind} has compute capability {device.compute_capability}, not 9.0"
-    return None
-
-
 def described(op: str, name: str, case: Any, ceilings: Ceilings) -> dict[str, Any]:
     """A case's work and its floors."""
     work = OPS[op].work(case)

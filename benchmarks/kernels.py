@@ -34,10 +34,11 @@ from kernel_timing import (
     print_case,
     print_ceilings,
     print_header,
-    why_no_time,
     write,
 )
 from ops import OPS, chosen
+
+from jaxspec.kernels.hopper import why_not_hopper
 
 
 def main() -> int:
@@ -56,7 +57,7 @@ def main() -> int:
         parser.error(str(error))
     if args.self_check:
         return self_check()
-    reason = why_no_time()
+    reason = why_not_hopper()
     if reason is not None:
         print(json.dumps(common.rounded(floors(cases, reason))))
         return 0

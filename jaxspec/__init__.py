@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from jaxspec.errors import InputError
     from jaxspec.generator import GenerateConfig, Generator, Request
     from jaxspec.identify import identify as identify_features
+    from jaxspec.record_comparison import compare_records
     from jaxspec.recording import RecordConfig, record
     from jaxspec.report import GenerateReport
+    from jaxspec.run_comparison import compare_runs
     from jaxspec.text import SamplingConfig, generate, tokenize
     from jaxspec.tokenizer import Tokenizer, load_tokenizer
 
@@ -43,6 +45,8 @@ __all__ = [
     "SamplingConfig",
     "Tokenizer",
     "TreeConfig",
+    "compare_records",
+    "compare_runs",
     "convert_checkpoint",
     "export_checkpoint",
     "generate",
@@ -67,8 +71,10 @@ _MODULES = {
     "errors": ("InputError",),
     "generator": ("GenerateConfig", "Generator", "Request"),
     "identify": ("identify_features",),
+    "record_comparison": ("compare_records",),
     "recording": ("RecordConfig", "record"),
     "report": ("GenerateReport",),
+    "run_comparison": ("compare_runs",),
     "text": ("SamplingConfig", "generate", "tokenize"),
     "tokenizer": ("Tokenizer", "load_tokenizer"),
 }

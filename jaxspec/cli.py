@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_t
 import typer
 
 from jaxspec.aliases import CacheLayout, Convention, Dtype
+from jaxspec.cli_compare import compare
 from jaxspec.errors import InputError
 from jaxspec.flags import (
     CacheFlag,
@@ -539,6 +540,9 @@ def _tree(
     tree = TreeConfig(steps, topk, nodes)
     tree.check()
     return tree
+
+
+app.command()(compare)
 
 
 def main() -> None:

@@ -24,7 +24,16 @@ from jaxspec.errors import InputError
 from jaxspec.kernels import expert_matmul, mla_attention, tree_verify
 from jaxspec.sampling import Sampling
 from jaxspec.sharding import devices_of, specs_of
-from jaxspec.step import Admission, Settings, State, Status, decode, empty_state, prefill
+from jaxspec.step import (
+    Admission,
+    Settings,
+    State,
+    Status,
+    compiler_options,
+    decode,
+    empty_state,
+    prefill,
+)
 from jaxspec.target import Target
 
 __all__ = [
@@ -222,7 +231,8 @@ class Generator:
             specs = specs_of(arguments, devices.config)
             traced = devices.spread(traced, specs, specs[1])
             arguments = devices.shapes(arguments)
-        return jax.jit(traced, donate_argnums=1).lower(*arguments).compile()
+        options = compiler_options(jax.default_backend())
+        return jax.jit(traced, donate_argnums=1).lower(*arguments).compile(options)
 
     def _put(self, tree: Any) -> Any:
         """Inputs of a program, on the mesh's devices if there is one."""

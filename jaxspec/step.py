@@ -35,7 +35,16 @@ from jaxspec.target import Target
 from jaxspec.tree import only_root
 from jaxspec.verify import verify
 
-__all__ = ["Admission", "Settings", "State", "Status", "decode", "empty_state", "prefill"]
+__all__ = [
+    "Admission",
+    "Settings",
+    "State",
+    "Status",
+    "compiler_options",
+    "decode",
+    "empty_state",
+    "prefill",
+]
 
 
 class Status:
@@ -118,6 +127,18 @@ class Admission:
     prompt_len: Any
     limit: Any
     sampling: Sampling
+
+
+def compiler_options(platform: str) -> dict[str, bool | int]:
+    """What to ask of XLA when it compiles these programs for a platform ("gpu", "cpu").
+
+    On GPU: layers' weights lie in stacks, and only a product by cuBLAS reads its layer where it
+    lies. Before a product by Triton, or one merged with its neighbour, XLA (jax 0.11.2, 0.12.0.1)
+    copies the weights out: every weight but the experts' would cross the memory bus three times.
+    """
+    if platform != "gpu":
+        return {}
+    return {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 
 
 def empty_state(target: Target, draft: Draft | None, batch: int, slots: int) -> State:

@@ -12,9 +12,9 @@ from flax import nnx
 
 from jaxspec.aot import h200s
 from jaxspec.config import MeshConfig, Numerics, TreeConfig
-from jaxspec.hlo import collectives, loop_writes
+from jaxspec.hlo import Write, collectives, loop_writes
 from jaxspec.sharding import Devices, specs_of
-from jaxspec.step import Settings, decode
+from jaxspec.step import Settings, compiler_options, decode
 from tests.full_size import abstract_draft, abstract_inputs, abstract_target
 
 pytestmark = [
@@ -37,7 +37,7 @@ class Case(NamedTuple):
 
 @functools.cache
 def compiled_decode(case: Case):
-    """The program, and what lives between its steps, as each device holds it."""
+    """The program, and its arguments as each device holds them."""
     mesh = MeshConfig(1, case.devices)
     numerics = Numerics(implementation=case.implementation, mesh=mesh)
     target, draft = abstract_target(6, numerics), abstract_draft(32000, (1, 3, 5), numerics)
@@ -54,8 +54,8 @@ def compiled_decode(case: Case):
     specs = specs_of(arguments, mesh)
     program = jax.jit(devices.spread(program, specs, specs[1]), donate_argnums=1)
     arguments = devices.shapes(arguments)
-    compiled = program.lower(*arguments).compile(compiler_options={"xla_gpu_autotune_level": 0})
-    return compiled, arguments[1]
+    options = {"xla_gpu_autotune_level": 0} | compiler_options("gpu")
+    return program.lower(*arguments).compile(options), arguments
 
 
 CASES = pytest.mark.parametrize(
@@ -88,9 +88,51 @@ def test_no_loop_writes_a_share_of_the_cache_or_of_the_experts(case):
         assert write.num_bytes < experts_layer / 8, write
 
 
+def copies_of_weights(compiled, stacks) -> list[Write]:
+    """The loop writes that are as large as one layer's weight, or as two side by side."""
+    weights = {
+        math.prod(x.sharding.shard_shape(x.shape)[1:])
+        for x in jax.tree.leaves(stacks)
+        if x.dtype == jnp.bfloat16
+    }
+    weights = {size for size in weights if size >= 2**19}
+    pairs = {a + b for a in weights for b in weights}
+    copying = {"async-done", "concatenate", "convert", "copy", "dynamic-slice", "fusion-done"}
+    return [
+        write
+        for write in loop_writes(compiled.as_text())
+        if write.opcode in copying and math.prod(write.shape) in weights | pairs
+    ]
+
+
+@CASES
+def test_layers_weights_are_read_where_they_lie(case):
+    compiled, (params, _, _) = compiled_decode(case)
+    stacks = [x for path, x in jax.tree.leaves_with_path(params) if "'sparse'" in str(path)]
+    assert stacks and not copies_of_weights(compiled, stacks)
+
+
+def test_a_copied_weight_is_seen():
+    """As XLA compiles a layer left to itself; if it no longer copies, `compiler_options` can go."""
+    there = jax.sharding.NamedSharding(h200s(), jax.sharding.PartitionSpec())
+    x = jax.ShapeDtypeStruct((16, 7168), jnp.bfloat16, sharding=there)
+    stack = jax.ShapeDtypeStruct((6, 7168, 7168), jnp.bfloat16, sharding=there)
+
+    def layers(x, stack):
+        return jax.lax.scan(lambda x, weight: (x @ weight, None), x, stack)[0]
+
+    lowered = jax.jit(layers).lower(x, stack)
+    copying, reading = (
+        lowered.compile({"xla_gpu_autotune_level": 0} | options)
+        for options in ({}, compiler_options("gpu"))
+    )
+    assert copies_of_weights(copying, [stack])
+    assert not copies_of_weights(reading, [stack])
+
+
 @CASES
 def test_the_state_is_updated_in_place(case):
-    compiled, state = compiled_decode(case)
+    compiled, (_, state, _) = compiled_decode(case)
     memory = compiled.memory_analysis()
     state_bytes = sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize

@@ -15,12 +15,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import target
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 CAPACITY_FACTOR = 1.25  # training only; choices past it are dropped
 BALANCE_RATE = 0.02  # step of the auxiliary-loss-free bias update, times the learning-rate decay
+OPTIMISER = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(0.9, 0.95))
 
 
 def loss_fn(params, config, ids, is_int4):
@@ -31,24 +33,6 @@ def loss_fn(params, config, ids, is_int4):
     hot = jax.nn.one_hot(ids[:, 1:], config.vocab_size)
     loss = -jnp.mean(jnp.sum(hot * jax.nn.log_softmax(logits), -1))
     return loss, (loads, dropped)
-
-
-def adam(params, grads, state, rate):
-    """Returns (params, state) after one Adam step (betas 0.9 and 0.95, no weight decay)."""
-    count = state["count"] + 1
-    m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["m"], grads)
-    v = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g * g, state["v"], grads)
-
-    def move(p, m, v):
-        return p - rate * (m / (1 - 0.9**count)) / (jnp.sqrt(v / (1 - 0.95**count)) + 1e-8)
-
-    return jax.tree.map(move, params, m, v), {"m": m, "v": v, "count": count}
-
-
-def clip(grads):
-    """Returns the gradients scaled down to a global norm of at most 1."""
-    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
-    return jax.tree.map(lambda g: g * jnp.minimum(1.0, 1.0 / (norm + 1e-6)), grads)
 
 
 def gradients(params, ids, config, is_int4):
@@ -75,7 +59,8 @@ def gradients(params, ids, config, is_int4):
 def train_step(params, state, ids, config, is_int4, rate, balance):
     """Returns (params, optimiser state, loss, share of choices dropped)."""
     loss, loads, dropped, grads = gradients(params, ids, config, is_int4)
-    params, state = adam(params, clip(grads), state, rate)
+    updates, state = OPTIMISER.update(grads, state)
+    params = optax.apply_updates(params, optax.tree.scale(-rate, updates))
     for p, load in zip(params["layers"][1:], loads, strict=True):
         p["router_bias"] = p["router_bias"] + balance * jnp.sign(load.mean() - load)
     return params, state, loss, dropped
@@ -139,8 +124,7 @@ def main() -> None:
     vocab_size = json.loads((args.data / "corpus.json").read_text())["vocab_size"]
     config = target.Config(vocab_size=vocab_size)
     params = target.init(config, seed=0)
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    state = {"m": zeros, "v": jax.tree.map(jnp.copy, zeros), "count": jnp.zeros((), jnp.int32)}
+    state = OPTIMISER.init(params)
     before, step, path = 0.0, 0, args.out / "state.pkl"
     if args.resume:
         loaded = pickle.loads(path.read_bytes())
