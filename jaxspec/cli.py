@@ -14,8 +14,10 @@ import typer
 
 from jaxspec.aliases import CacheLayout, Convention, Dtype
 from jaxspec.cli_compare import compare
+from jaxspec.cli_export import export
 from jaxspec.errors import InputError
 from jaxspec.flags import (
+    DEFAULT_TREE,
     CacheFlag,
     CaptureFlag,
     ChatFlag,
@@ -51,8 +53,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-DEFAULT_TREE = "3x1x4"
 
 
 def _print_version(is_asked: bool) -> None:
@@ -336,49 +336,6 @@ def convert(
 
 
 @app.command()
-def export(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint, of either form.")],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="Must not exist yet.")],
-    *,
-    layout: Annotated[
-        Literal["hf", "specforge", "speculators"],
-        typer.Option(help="hf is a target's; the others are drafts'."),
-    ],
-    pair: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR",
-            help="The draft of a target, or the target of a draft, in the commands that serve "
-            "them. Default: its name is left open.",
-        ),
-    ] = None,
-    tree: Annotated[
-        str, typer.Option(metavar="LEVELSxBRANCHESxNODES", help="That they serve with.")
-    ] = DEFAULT_TREE,
-    capture_convention: Annotated[
-        Convention,
-        typer.Option(help="How specforge writes a draft's ids; SGLang and vLLM read before."),
-    ] = "before",
-    flat: Annotated[
-        bool,
-        typer.Option("--flat", help="Of Kimi-K2.5, the text model alone, in DeepSeek-V3's form."),
-    ] = False,
-    as_json: JsonFlag = False,
-) -> None:
-    """The way back: a target or a draft for other engines, and the commands that serve the pair."""
-    from jaxspec.checkpoint import locate
-    from jaxspec.config import TreeConfig
-    from jaxspec.console import Display
-    from jaxspec.convert.export import ExportConfig
-    from jaxspec.convert.export import export as run
-
-    config = ExportConfig(layout, capture_convention, flat, pair, TreeConfig.parse(tree))
-    with Display() as display:
-        report = run(locate(source), destination, config, display.progress)
-    print(json.dumps(report.to_dict()) if as_json else report.summary())
-
-
-@app.command()
 def inspect(
     path: Annotated[
         str, typer.Argument(metavar="DIR|FEATURES", help="Checkpoint, or features file.")
@@ -542,6 +499,7 @@ def _tree(
     return tree
 
 
+app.command()(export)
 app.command()(compare)
 
 

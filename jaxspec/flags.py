@@ -8,6 +8,7 @@ import typer
 from jaxspec.aliases import CacheLayout, Convention, Dtype
 
 __all__ = [
+    "DEFAULT_TREE",
     "CacheFlag",
     "CaptureFlag",
     "ChatFlag",
@@ -26,6 +27,8 @@ __all__ = [
     "TargetFlag",
     "TokensFlag",
 ]
+
+DEFAULT_TREE = "3x1x4"
 
 TargetFlag = Annotated[
     str | None,
