@@ -212,8 +212,8 @@ def _attention(
     if "kv_lora_rank" not in c:
         kv_heads, head_dim = c["num_key_value_heads"], c["head_dim"]
         rows = {"q": heads, "k": kv_heads, "v": kv_heads}
-        out = {f"{n}_proj": tiny.normal(rng, rows[n] * head_dim, inputs, gain=2) for n in "qkv"}
-        out["o_proj"] = tiny.normal(rng, width, heads * head_dim)
+        out = {f"{n}_proj": tiny.normal(rng, rows[n] * head_dim, inputs) for n in "qkv"}
+        out["o_proj"] = tiny.normal(rng, width, heads * head_dim, gain=0.5)
     else:
         nope, rope, value = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
         query, latent = c["q_lora_rank"], c["kv_lora_rank"]

@@ -1,14 +1,16 @@
 """Configs of drafts: variants, what contradicts itself, and the rotary embedding asked for."""
 
 import copy
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxspec.checkpoint import load_draft
-from jaxspec.config import LatentDraftConfig, RotaryConfig, Yarn
+from jaxspec.config import LatentDraftConfig, Numerics, RotaryConfig, Yarn
 from jaxspec.convert.draft_configs import read_draft
+from jaxspec.convert.prepare import abstract_draft, parameters_of
 from jaxspec.convert.problems import CheckpointError, Problems
 from jaxspec.convert.rotary import RotaryChoice
 from jaxspec.convert.source import TensorInfo
@@ -190,6 +192,24 @@ def test_variants_are_read_at_either_level(config, flags):
     names = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
     assert {name for name in names if getattr(draft, name)} == set(flags.split())
     assert set(names) - {"fc_norm"} <= claims.keys()
+
+
+@pytest.mark.parametrize(
+    ("owned", "fc_norm", "count"),
+    [
+        ({"has_embedding": True, "has_head": True}, False, 3_015_604_224),
+        ({"has_embedding": True, "has_head": True}, True, 3_015_604_224 + 3 * 7168),
+        ({"has_head": True}, False, 1_841_199_104),
+    ],
+    ids=["lightseek", "lightseek 3.1", "nvidia"],
+)
+def test_published_sizes(owned, fc_norm, count):
+    """Parameters of latent drafts of Kimi's size: half the bytes of the published files."""
+    config, _ = read(TORCHSPEC_MLA | {"fc_norm": fc_norm})
+    model = abstract_draft(dataclasses.replace(config, **owned), Numerics(), "draft@1")
+    sizes = {path: leaf.get_value().size for path, leaf in parameters_of(model).items()}
+    del sizes["target_of_draft"]
+    assert sum(sizes.values()) == count
 
 
 @pytest.mark.parametrize(
