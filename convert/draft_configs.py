@@ -16,7 +16,7 @@ from jaxspec.convert.problems import Problems
 from jaxspec.convert.rotary import RotaryChoice, read_rotary
 from jaxspec.convert.source import Source
 
-__all__ = ["AS_STATED", "NUM_DEFAULT_BOUNDARIES", "UNTIED", "find", "read_draft"]
+__all__ = ["AS_STATED", "UNTIED", "find", "read_draft"]
 
 UNTIED = ""
 """The target in the boundaries of a draft that names none. Its ids may be (): the default, which
@@ -72,7 +72,7 @@ def read_draft(
     for fields in (top, layer, eagle) if is_speculators else (top, eagle):
         fields.finish()
     problems.raise_any()
-    claims = layer.claims | top.claims | eagle.claims
+    claims = layer.claims | eagle.claims | top.claims
     claims["boundaries"] = Claim(list(ids), origin)
     claims["rotary_kind"] = Claim(rotary.kind, why)
     rotary = choice.apply(rotary, claims)
@@ -191,6 +191,10 @@ def _read_flags(top: Fields, eagle: Fields, is_speculators: bool) -> dict[str, b
         flags[name] = any(stated.values())
         if not stated:
             top.claims[name] = Claim(False, f"default; {top.where} has no {name}")
+    if flags["norm_output"] and not is_speculators:
+        top.claims["norm_output"] = Claim(
+            True, "read as EAGLE-3.1's; SpecForge before its PR 879 wrote it of EAGLE-3 drafts too"
+        )
     if flags["fc_norm"] and flags["norm_before_fc"]:
         top.problems.add(
             f"{top.where}: fc_norm and norm_before_fc are both true; the features go through one "

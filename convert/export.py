@@ -135,8 +135,12 @@ def export(
     plan = (_target_plan if found.kind == "target" else _draft_plan)(found, config, problems)
     problems.raise_any()
     partial = destination.with_name(f"{destination.name}.partial")
-    partial.mkdir(parents=True)
+    if partial.exists():
+        raise CheckpointError(
+            str(partial), ["is in the way, perhaps left from an export that was killed; remove it"]
+        )
     try:
+        partial.mkdir(parents=True)
         num_tensors, num_bytes = _write(found, source, partial, plan, problems, progress)
         problems.raise_any()
         for file in COPIED if found.kind == "target" else ():
@@ -145,9 +149,12 @@ def export(
         text = json.dumps(plan.config, indent=2)
         (partial / "config.json").write_text(text + "\n", encoding="utf-8")
         partial.rename(destination)
-    except BaseException:
+    except OSError as error:
+        raise CheckpointError(
+            str(destination), [f"the export stopped: {error.strerror or error}; nothing is kept"]
+        ) from error
+    finally:  # where all went well, it has its name by now
         shutil.rmtree(partial, ignore_errors=True)
-        raise
     served = _served(found, destination, config, plan)
     return ExportReport(
         source, destination, config.layout, found.kind, found.identity, num_tensors, num_bytes,

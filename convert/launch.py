@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxspec.config import DraftConfig, TreeConfig
@@ -66,14 +67,12 @@ def launch_lines(
         )
     if config is not None and ids:
         wanted = list(config.boundaries.ids)
-        # SGLang since its PR 25454; before that every id was taken for the layer's output.
-        by_sglang = [one + 1 for one in ids] if ids[0] == 1 else ids
-        if sglang is not None and by_sglang != wanted:
+        if sglang is not None and (why := _misread("SGLang", _as_sglang_reads, ids, wanted)):
             sglang = None
-            notes.append(_misread("SGLang", ids, by_sglang, wanted))
-        if vllm is not None and ids != wanted:
+            notes.append(why)
+        if vllm is not None and (why := _misread("vLLM", list, ids, wanted)):
             vllm = None
-            notes.append(_misread("vLLM", ids, ids, wanted))
+            notes.append(why)
     if config is not None and sglang is not None:
         missing = [
             what
@@ -93,8 +92,21 @@ def launch_lines(
     )
 
 
-def _misread(engine: str, ids: list[int], read: list[int], wanted: list[int]) -> str:
+def _as_sglang_reads(ids: list[int]) -> list[int]:
+    """Boundaries, since its PR 25454; before that every id was taken for the layer's output."""
+    return [one + 1 for one in ids] if ids[0] == 1 else list(ids)
+
+
+def _misread(
+    engine: str, read: Callable[[list[int]], list[int]], ids: list[int], wanted: list[int]
+) -> str | None:
+    """Why an engine would capture others than the boundaries wanted; None if it would not."""
+    if read(ids) == wanted:
+        return None
+    other = [one - 1 for one in wanted] if ids == wanted else wanted
+    can_be_said = read(other) == wanted
     return (
-        f"{engine} reads ids {ids} as boundaries {read}, and this draft was trained on {wanted}; "
-        "export with the other --capture-convention"
+        f"{engine} reads ids {ids} as boundaries {read(ids)}, and this draft was trained on "
+        f"{wanted}; "
+        + ("export with the other --capture-convention" if can_be_said else "no ids say them to it")
     )

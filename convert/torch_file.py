@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from jaxspec.convert.problems import Problems
 
-__all__ = ["ITEM_BYTES", "Stored", "read_torch_file"]
+__all__ = ["Stored", "read_torch_file"]
 
 STORAGES = {
     "BFloat16Storage": "BF16",
@@ -125,7 +125,7 @@ def read_torch_file(path: Path, problems: Problems) -> dict[str, Stored]:
         problems.add(f"{file}: holds a {type(content).__name__}; expected tensors by name")
         return {}
     found = {}
-    for name, tensor in content.items():
+    for name, tensor in dict.items(content):  # a pickle may set attributes, as of this name
         problem = _why_not(name, tensor, members)
         if problem is not None:
             problems.add(f"{file}: {name!r} {problem}")

@@ -233,6 +233,8 @@ def test_what_cannot_be_exported(tmp_path, target):
     tensors["fc.weight"][0, 0] = np.nan
     bad = make_checkpoint.write(tmp_path / "nan", config, tensors)
     cases.append(("d", ExportConfig("specforge"), bad, "NaN"))
+    (tmp_path / "e.partial").mkdir()
+    cases.append(("e", ExportConfig("specforge"), source, "is in the way"))
     before = sorted(tmp_path.iterdir())
     for name, choice, directory, message in cases:
         with pytest.raises(CheckpointError, match=message):
