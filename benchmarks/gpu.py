@@ -45,7 +45,7 @@ from jaxspec import (
     load_draft,
     load_target,
 )
-from jaxspec.config import DraftConfig, RotaryConfig, TargetConfig
+from jaxspec.config import LlamaDraftConfig, RotaryConfig, TargetConfig
 from jaxspec.contracts import Boundaries, TargetIds
 from jaxspec.draft import Draft
 from jaxspec.generator import implementations
@@ -269,7 +269,7 @@ def random_target(numerics: Numerics) -> Target:
 def random_draft(numerics: Numerics) -> Draft:
     """A draft of `random_target`, which it does not foresee at all: its trees are what counts."""
     claim = Boundaries("random", (1, 2, 3), 1024, "benchmarks/gpu.py")
-    config = DraftConfig(
+    config = LlamaDraftConfig(
         vocab_size=2048,
         draft_vocab_size=2048,
         hidden_size=1024,

@@ -7,19 +7,20 @@ its table gives. What no table knows is an error: silence here becomes a wrong m
 import dataclasses
 from typing import Any, Literal
 
-from jaxspec.config import RotaryConfig, TargetConfig, Yarn
+from jaxspec.config import TargetConfig
 from jaxspec.convert import known_keys
 from jaxspec.convert.fields import Claim, Fields
 from jaxspec.convert.problems import Problems
+from jaxspec.convert.rotary import read_rotary
 from jaxspec.convert.source import Source
 from jaxspec.kernels.expert_matmul.packing import GROUP
 
 __all__ = [
     "TRANSFORMERS_EPS",
+    "WRAPPER",
     "LatentNormEps",
     "Quantization",
     "TargetFacts",
-    "read_rotary",
     "read_target_config",
 ]
 
@@ -129,62 +130,6 @@ def read_target_config(
         eos_token_ids=tuple(eos.value),
     )
     return TargetFacts(model_type, config, quantization, num_unused_layers, claims)
-
-
-def read_rotary(fields: Fields, width: int, kind: Literal["pairs", "halves"]) -> RotaryConfig:
-    """The rotary embedding, from `rope_theta` and `rope_scaling`, or from `rope_parameters`.
-
-    The base is required: every framework that fell back to 10000 here was wrong for Kimi once.
-    """
-    problems = fields.problems
-    scaling, parameters = fields.nested("rope_scaling"), fields.nested("rope_parameters")
-    theta = fields.take("rope_theta", float, 0.0)
-    if parameters.data:
-        of_parameters = parameters.take("rope_theta", float, theta)
-        if theta and of_parameters != theta:
-            problems.add(
-                f"{fields.place('rope_theta')} is {theta}, but "
-                f"{parameters.place('rope_theta')} is {of_parameters}"
-            )
-        theta = of_parameters
-    if theta <= 0:
-        problems.add(f"{fields.place('rope_theta')} is missing, or not a positive number")
-    yarns = [_read_yarn(one) for one in (scaling, parameters) if one.data]
-    if len(yarns) == 2 and yarns[0] != yarns[1]:
-        problems.add(f"{scaling.where} and {parameters.where} disagree")
-    yarn = yarns[0] if yarns else None
-    fields.claims["rotary"] = Claim(
-        {"theta": theta, "yarn": yarn and dataclasses.asdict(yarn)},
-        parameters.where if parameters.data else fields.place("rope_theta and rope_scaling"),
-    )
-    return RotaryConfig(width, theta, kind, yarn)
-
-
-def _read_yarn(fields: Fields) -> Yarn | None:
-    """The scaling of an object that has one, or None for the plain rotary embedding."""
-    names = {fields.data[key] for key in ("type", "rope_type") if fields.data.get(key)}
-    fields.ignore({"type": "read above", "rope_type": "read above"})
-    fields.expect("partial_rotary_factor", None, 1.0, 1, why="the whole width is rotated")
-    yarn = None
-    if names == {"yarn"}:
-        yarn = Yarn(
-            factor=fields.take("factor", float),
-            original_max_position_embeddings=fields.take("original_max_position_embeddings", int),
-            beta_fast=fields.take("beta_fast", float, 32.0),
-            beta_slow=fields.take("beta_slow", float, 1.0),
-            mscale=fields.take("mscale", float, 1.0),
-            mscale_all_dim=fields.take("mscale_all_dim", float, 0.0),
-        )
-        fields.expect("attention_factor", None, why="magnitudes come from mscale alone")
-        fields.expect("truncate", None, True, why="the ramp starts and ends at whole pairs")
-    elif names - {"default"}:
-        fields.problems.add(
-            f"{fields.place('type')} is {' and '.join(map(repr, sorted(names)))}; supported: "
-            "'yarn' or 'default'"
-        )
-        return None
-    fields.finish()
-    return yarn
 
 
 def _check_architectures(fields: Fields) -> None:

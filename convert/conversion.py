@@ -46,7 +46,7 @@ COPIED = (
 
 def files_of(source: Source) -> list[Path]:
     """Every file that a conversion reads."""
-    others = ("config.json", "model.safetensors.index.json", *COPIED)
+    others = ("config.json", source.index_file, *COPIED)
     names = [name for name in others if (source.directory / name).is_file()]
     return [source.directory / name for name in (*names, *source.files)]
 

@@ -1,102 +1,86 @@
-"""EAGLE-3 drafts of the Llama type: their configs, their claims, their tensors.
+"""EAGLE-3 drafts: which checkpoints are one, and the parameters their tensors become.
 
-Three layouts are read: SpecForge and SGLang (`midlayer.`, ids under `eagle_config`), speculators
-and vLLM (`layers.0.`, the layer's config nested), SafeAILab (no ids, no embedding). Names and
+Six projects' layouts are read. They differ in what stands before the layer (`midlayer.`:
+SafeAILab, SpecForge, TorchSpec; `layers.0.`: speculators, ModelOpt, TorchSpec too), in which
+tensors they leave to the target, and in whether they say which boundaries they mean. Names and
 configs are told apart separately, since releases mix them.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 
-from jaxspec.aliases import Convention
-from jaxspec.config import DraftConfig
-from jaxspec.contracts import Boundaries
-from jaxspec.convert import known_keys, transforms
-from jaxspec.convert.configs import read_rotary
-from jaxspec.convert.fields import Claim, Fields
-from jaxspec.convert.plan import Reader, Rule, UnusedRule, Want, simple_rule, vocabulary_rules
+from jaxspec.config import DraftConfig, LatentDraftConfig, LlamaDraftConfig
+from jaxspec.convert import transforms
+from jaxspec.convert.configs import Quantization
+from jaxspec.convert.draft_configs import find
+from jaxspec.convert.matrices import Matrices
+from jaxspec.convert.names import latent_attention_rules
+from jaxspec.convert.plan import (
+    FLOAT,
+    HALF,
+    Reader,
+    Rule,
+    UnusedRule,
+    Want,
+    limit_piece,
+    simple_rule,
+    vocabulary_rules,
+)
 from jaxspec.convert.problems import Problems
 from jaxspec.convert.source import Source
 
-__all__ = [
-    "NUM_DEFAULT_BOUNDARIES",
-    "UNTIED",
-    "draft_rules",
-    "is_draft",
-    "read_draft",
-    "unused_draft_tensors",
-]
+__all__ = ["DraftNames", "draft_names", "draft_rules", "is_draft", "unused_draft_tensors"]
 
-UNTIED = ""
-"""The target in the boundaries of a draft that names none. Its ids may be (): the default, which
-needs to know how many layers the target has."""
-
-NUM_DEFAULT_BOUNDARIES = 3
-LAYER_PREFIXES = ("midlayer.", "layers.0.")
-MLA_KEYS = ("q_lora_rank", "kv_lora_rank")
+FIRST_LAYERS = ("midlayer.", "layers.0.")
 
 
 def is_draft(source: Source) -> bool:
     """Whether a checkpoint is a draft: it has an `fc`, or its config speaks of one."""
     marks = ("speculators_model_type", "eagle_config", "draft_vocab_size")
-    return any(f"{prefix}fc.weight" in source.tensors for prefix in ("", "model.")) or any(
+    return find(source, "fc.weight") in source.tensors or any(
         mark in source.config for mark in marks
     )
 
 
-def read_draft(
-    source: Source, problems: Problems, convention: Convention | None = None
-) -> tuple[DraftConfig, dict[str, Claim]]:
-    """The draft's config, tied to no target yet, and where each fact in it was read.
+@dataclasses.dataclass(frozen=True)
+class DraftNames:
+    """How a checkpoint names a draft's tensors.
 
-    Args:
-      convention: what its boundary ids mean; None reads it from the checkpoint, or from the first
-        id where that is enough.
+    Attributes:
+      first_layer: what stands before the first layer's.
+      full: a name as it is in the file, with `model.` before it or without.
+      has_d2t, has_t2d: whether these maps of the vocabularies are there.
+    """
+
+    first_layer: str
+    full: Callable[[str], str] = str
+    has_d2t: bool = True
+    has_t2d: bool = True
+
+
+def draft_names(source: Source, problems: Problems) -> DraftNames:
+    """The names of a checkpoint.
 
     Raises:
-      CheckpointError: a key is unknown or contradicted, a value is not implemented, or the ids
-        could mean two things; all of them together.
+      CheckpointError: the decoder layer has no known name.
     """
-    top = Fields(source.config, "config.json", problems)
-    mla = [key for key in MLA_KEYS if source.config.get(key) is not None]
-    if mla:
+    mark = "self_attn.o_proj.weight"
+    found = [one for one in FIRST_LAYERS if find(source, one + mark) in source.tensors]
+    if len(found) != 1:
         problems.add(
-            f"config.json: {' and '.join(mla)} make this an MLA draft "
-            f"(architectures {source.config.get('architectures')}); supported: the Llama type"
+            f"expected one of {' and '.join(FIRST_LAYERS)} before {mark}; found "
+            f"{' and '.join(found) or 'neither'}"
         )
         problems.raise_any()
-    is_speculators = "speculators_model_type" in top.data
-    layer = top
-    if is_speculators:
-        top.expect("speculators_model_type", "eagle3")
-        top.ignore(known_keys.SPECULATORS)
-        known_keys.leave_housekeeping(top)
-        layer = top.nested("transformer_layer_config")
-    sizes = _take_sizes(top, layer, is_speculators)
-    problems.raise_any()
-    rotary = read_rotary(layer, sizes["head_dim"], "halves")
-    _expect_plain_eagle3(top)
-    ids, origin = _read_boundaries(top, convention)
-    width = top.take("target_hidden_size", int, sizes["hidden_size"])
-    num_ids = len(ids) or NUM_DEFAULT_BOUNDARIES
-    top.expect("num_aux_hidden_states", num_ids, None, why="one for each boundary")
-    for fields in (top, layer) if is_speculators else (top,):
-        fields.finish()
-    claims = layer.claims | top.claims
-    claims["boundaries"] = Claim(list(ids), origin)
-    claims["rotary_kind"] = Claim(rotary.kind, "Llama-type attention")
-    own = {}
-    for part, name in (("embedding", "embed_tokens.weight"), ("head", "lm_head.weight")):
-        name = _find(source, name)
-        own[f"has_{part}"] = name in source.tensors
-        claims[part] = (
-            Claim("own", name) if own[f"has_{part}"] else Claim("the target's", f"no tensor {name}")
-        )
-    boundaries = Boundaries(UNTIED, ids, width, origin)
-    return DraftConfig(**sizes, **own, rotary=rotary, boundaries=boundaries), claims
+
+    def full(name: str) -> str:
+        return find(source, name)
+
+    has = {f"has_{name}": full(name) in source.tensors for name in ("d2t", "t2d")}
+    return DraftNames(found[0], full, **has)
 
 
 def unused_draft_tensors() -> list[UnusedRule]:
@@ -113,187 +97,116 @@ def unused_draft_tensors() -> list[UnusedRule]:
     ]
 
 
-def draft_rules(source: Source, config: DraftConfig, problems: Problems) -> Iterator[Rule]:
-    """The rules of a draft.
+def draft_rules(names: DraftNames, config: DraftConfig, problems: Problems) -> Iterator[Rule]:
+    """The rules of a draft, piece by piece; f16 is among the element types of its weights."""
+    for rule in _rules(names, config, problems):
+        wants = [
+            dataclasses.replace(want, dtypes=(*FLOAT, HALF)) if want.dtypes == FLOAT else want
+            for want in rule.wants
+        ]
+        yield dataclasses.replace(rule, wants=tuple(wants))
 
-    Raises:
-      CheckpointError: the decoder layer has no known name.
-    """
-    c, width, hidden = config, config.hidden_size, config.intermediate_size
-    prefixes = [
-        prefix
-        for prefix in LAYER_PREFIXES
-        if _find(source, f"{prefix}self_attn.q_proj.weight") in source.tensors
-    ]
-    if len(prefixes) != 1:
-        problems.add(
-            f"expected one of {' and '.join(LAYER_PREFIXES)} before self_attn.q_proj.weight; found "
-            f"{' and '.join(prefixes) or 'neither'}"
-        )
-        problems.raise_any()
-    layer, attention = prefixes[0], f"{prefixes[0]}self_attn."
 
-    def rule(
-        leaf: str,
-        name: str,
-        shape: tuple[int, ...],
-        transform: Callable[..., np.ndarray] | None = transforms.transpose,
-        *args: int,
-    ) -> Rule:
-        want = Want(_find(source, f"{name}.weight"), shape)
-        return simple_rule(f"draft.{leaf}", None, leaf, want, transform, *args)
+def _rules(names: DraftNames, config: DraftConfig, problems: Problems) -> Iterator[Rule]:
+    c, width = config, config.hidden_size
 
-    num_chunks = len(c.boundaries.ids) or NUM_DEFAULT_BOUNDARIES
-    yield rule("fc", "fc", (width, num_chunks * c.boundaries.width))
-    yield rule("input_norm.weight", f"{layer}input_layernorm", (width,), None)
-    yield rule("hidden_norm.weight", f"{layer}hidden_norm", (width,), None)
-    yield rule("post_norm.weight", f"{layer}post_attention_layernorm", (width,), None)
-    yield rule("norm.weight", "norm", (width,), None)
-    for leaf, name, heads in (
-        ("query", "q_proj", c.num_attention_heads),
-        ("key", "k_proj", c.num_key_value_heads),
-        ("value", "v_proj", c.num_key_value_heads),
-    ):
-        shape = (heads * c.head_dim, 2 * width)
-        yield rule(f"attention.{leaf}", attention + name, shape, transforms.heads_out, heads)
-    heads, shape = c.num_attention_heads, (width, c.num_attention_heads * c.head_dim)
-    yield rule("attention.out", f"{attention}o_proj", shape, transforms.heads_in, heads)
-    yield rule("mlp.gate", f"{layer}mlp.gate_proj", (hidden, width))
-    yield rule("mlp.up", f"{layer}mlp.up_proj", (hidden, width))
-    yield rule("mlp.down", f"{layer}mlp.down_proj", (width, hidden))
+    def rule(leaf: str, name: str, shape: tuple[int, ...]) -> Rule:
+        transform = transforms.transpose if len(shape) == 2 else None
+        want = Want(names.full(f"{name}.weight"), shape)
+        return simple_rule(f"draft.{leaf}", None, leaf, want, transform)
+
+    chunks, features = c.num_aux_hidden_states, c.num_aux_hidden_states * c.boundaries.width
+    if c.fc_norm:
+        each = [f"fc_norm.{index}.weight" for index in range(chunks)]
+        yield _feature_norm([Want(names.full(name), (c.boundaries.width,)) for name in each])
+    elif c.norm_before_fc:
+        yield _feature_norm([Want(names.full("input_norm.weight"), (features,))])
+    yield rule("fc", "fc", (width, features))
+    # In this order, which the fingerprint of a draft depends on.
+    input_norm, post_norm, *blocks = _layer_rules(names, c, 0)
+    yield input_norm
+    yield rule("hidden_norm.weight", f"{names.first_layer}hidden_norm", (width,))
+    yield post_norm
+    yield rule("norm.weight", "norm", (width,))
+    yield from blocks
+    for index in range(1, c.num_hidden_layers):
+        yield from limit_piece(_layer_rules(names, c, index))
     if c.has_embedding:
-        embed = Want(_find(source, "embed_tokens.weight"), (c.vocab_size, width))
+        embed = Want(names.full("embed_tokens.weight"), (c.vocab_size, width))
         yield from vocabulary_rules("draft.embed", "embed", embed, None)
     if c.has_head:
-        head = Want(_find(source, "lm_head.weight"), (c.draft_vocab_size, width))
+        head = Want(names.full("lm_head.weight"), (c.draft_vocab_size, width))
         yield from vocabulary_rules("draft.head", "head", head, transforms.transpose)
     elif c.draft_vocab_size < c.vocab_size:
         problems.add(
             "tensor lm_head.weight is missing, and the target's head cannot take its place: "
             f"draft_vocab_size is {c.draft_vocab_size}, vocab_size {c.vocab_size}"
         )
-    yield _vocab_map(source, c.draft_vocab_size, c.vocab_size, problems)
+    yield _vocab_map(names, c.draft_vocab_size, c.vocab_size, problems)
 
 
-def _find(source: Source, name: str) -> str:
-    """The name as this checkpoint has it, with `model.` before it or without."""
-    return f"model.{name}" if f"model.{name}" in source.tensors else name
+def _feature_norm(wants: list[Want]) -> Rule:
+    """The rule of the norms before `fc`, one row each."""
+
+    def build(reader: Reader) -> tuple[np.ndarray, ...]:
+        return (np.stack([reader.read(want) for want in wants]),)
+
+    def restore(weight_KA: np.ndarray) -> dict[str, np.ndarray]:
+        return {want.name: row for want, row in zip(wants, weight_KA, strict=True)}
+
+    leaf = "feature_norm.weight"
+    return Rule(f"draft.{leaf}", None, (leaf,), tuple(wants), build, restore)
 
 
-def _take_sizes(top: Fields, layer: Fields, is_speculators: bool) -> dict[str, Any]:
-    """The fields of `DraftConfig` that the config has as they are; what else it says is checked."""
-    layer.ignore(known_keys.LLAMA)
-    known_keys.leave_housekeeping(layer)
-    for key, supported in (
-        ("model_type", ("llama", None)),
-        ("hidden_act", ("silu", None)),
-        ("num_hidden_layers", (1,)),
-        ("attention_bias", (False, None)),
-        ("mlp_bias", (False, None)),
-        ("tie_word_embeddings", (False, None)),
-        ("use_sliding_window", (False, None)),
-        ("sliding_window", (None,)),
-        ("quantization_config", (None,)),
-    ):
-        layer.expect(key, *supported)
-    vocab_size, width = layer.take("vocab_size", int), layer.take("hidden_size", int)
-    heads = layer.take("num_attention_heads", int)
-    sizes = {
-        "vocab_size": vocab_size,
-        "draft_vocab_size": top.take("draft_vocab_size", int, vocab_size),
-        "hidden_size": width,
-        "intermediate_size": layer.take("intermediate_size", int),
-        "num_attention_heads": heads,
-        "num_key_value_heads": layer.take("num_key_value_heads", int, heads),
-        "head_dim": layer.take("head_dim", int, width // max(heads, 1)),
-        "rms_norm_eps": layer.take("rms_norm_eps", float),
-    }
-    if is_speculators:
-        # Serving engines disagree about its default, so only the file's own word counts.
-        sizes["norm_before_residual"] = top.take("norm_before_residual", bool)
+def _layer_rules(names: DraftNames, config: DraftConfig, index: int) -> Iterator[Rule]:
+    """The rules of one layer: each a piece in the first one, one piece together in the others."""
+    c, width, hidden = config, config.hidden_size, config.intermediate_size
+    name = names.first_layer if index == 0 else f"layers.{index}."
+    before, layer = ("", None) if index == 0 else ("later.", index - 1)
+    in_features = 2 * width if index == 0 else width
+
+    def piece(leaf: str) -> str:
+        return f"draft.{leaf}" if index == 0 else f"draft_layer_{index:03d}"
+
+    def rule(
+        leaf: str,
+        tensor: str,
+        shape: tuple[int, ...],
+        transform: Callable[..., np.ndarray] | None = transforms.transpose,
+        *args: int,
+    ) -> Rule:
+        want = Want(names.full(f"{name}{tensor}.weight"), shape)
+        return simple_rule(piece(leaf), layer, before + leaf, want, transform, *args)
+
+    yield rule("input_norm.weight", "input_layernorm", (width,), None)
+    yield rule("post_norm.weight", "post_attention_layernorm", (width,), None)
+    if isinstance(c, LatentDraftConfig):
+        attention = names.full(f"{name}self_attn.q_a_proj.weight").removesuffix("q_a_proj.weight")
+        plain = Matrices(None, Quantization("none"))
+        yield from latent_attention_rules(
+            attention, piece("attention"), layer, f"{before}attention", c, plain, in_features
+        )
     else:
-        sizes["norm_before_residual"] = top.take("norm_before_residual", bool, False)
-    for key, value in sizes.items():
-        if type(value) is int and value < 1:
-            layer.problems.add(f"{layer.place(key)} is {value}; expected 1 or more")
-    kv_heads = sizes["num_key_value_heads"]
-    if kv_heads > 0 and heads % kv_heads:
-        layer.problems.add(
-            f"{layer.place('num_key_value_heads')} is {kv_heads}, which does not divide "
-            f"num_attention_heads {heads}"
-        )
-    if sizes["draft_vocab_size"] > vocab_size:
-        top.problems.add(
-            f"{top.place('draft_vocab_size')} is {sizes['draft_vocab_size']}, more than vocab_size "
-            f"{vocab_size}"
-        )
-    return sizes
+        assert isinstance(c, LlamaDraftConfig), "there are these two kinds"
+        for leaf, tensor, heads in (
+            ("query", "q_proj", c.num_attention_heads),
+            ("key", "k_proj", c.num_key_value_heads),
+            ("value", "v_proj", c.num_key_value_heads),
+        ):
+            shape = (heads * c.head_dim, in_features)
+            tensor = f"self_attn.{tensor}"
+            yield rule(f"attention.{leaf}", tensor, shape, transforms.heads_out, heads)
+        heads, shape = c.num_attention_heads, (width, c.num_attention_heads * c.head_dim)
+        yield rule("attention.out", "self_attn.o_proj", shape, transforms.heads_in, heads)
+    yield rule("mlp.gate", "mlp.gate_proj", (hidden, width))
+    yield rule("mlp.up", "mlp.up_proj", (hidden, width))
+    yield rule("mlp.down", "mlp.down_proj", (width, hidden))
 
 
-def _expect_plain_eagle3(top: Fields) -> None:
-    """Makes variants of the architecture that are not implemented a problem, by name."""
-    for key in ("fc_norm", "norm_before_fc", "norm_output", "use_aux_norm"):
-        top.expect(key, False, None, why="EAGLE-3.1 is not implemented")
-    top.expect("use_aux", True, None)
-
-
-def _read_boundaries(top: Fields, convention: Convention | None) -> tuple[tuple[int, ...], str]:
-    """The boundaries and where they were read; () for the default of every framework."""
-    eagle, key = top.nested("eagle_config"), "eagle_aux_hidden_state_layer_ids"
-    for option in ("use_aux_hidden_state", "use_last_layernorm", "next_layer_regular"):
-        eagle.expect(option, True, None)
-    eagle.expect("use_input_layernorm_in_first_layer", True, None)
-    eagle.expect("use_mtp_layernorm", False, None)
-    eagle.ignore(known_keys.EAGLE)
-    found = {fields.place(key): fields.take_ids(key) for fields in (top, eagle)}
-    for fields in (top, eagle):
-        fields.expect("capture_convention", None, "before", "after")
-    stated = top.data.get("capture_convention") or eagle.data.get("capture_convention")
-    eagle.finish()
-    problems, given = top.problems, {where: ids for where, ids in found.items() if ids}
-    if not given:
-        return (), f"no {key} in config.json: the default (2, n // 2, n - 3) of EAGLE and vLLM"
-    if len(set(given.values())) > 1:
-        problems.add(" but ".join(f"{where} is {list(ids)}" for where, ids in given.items()))
-    where, ids = next(iter(given.items()))
-    read_as, why = _read_convention(problems, where, ids, convention, stated)
-    boundaries = ids if read_as == "before" else tuple(one + 1 for one in ids)
-    if min(boundaries) < 0:
-        problems.add(f"{where} is {list(ids)}: no boundary comes before 0, the embedding output")
-    return boundaries, f"{where} {list(ids)}, convention {read_as!r} ({why})"
-
-
-def _read_convention(
-    problems: Problems,
-    where: str,
-    ids: tuple[int, ...],
-    asked_for: Convention | None,
-    stated: str | None,
-) -> tuple[str, str]:
-    """What the ids mean, and why they are read so.
-
-    A first id of 1 is what SpecForge's default layers give, a first id of 2 what EAGLE's do; any
-    other first id leaves it open. So boundary 0, the embedding, is read only when asked for.
-    """
-    if asked_for is not None:
-        return asked_for, "as asked for"
-    if stated is not None:
-        return stated, "the config says so"
-    if ids[0] in (1, 2) and 0 not in ids:
-        return {1: "after", 2: "before"}[ids[0]], f"the first id is {ids[0]}"
-    problems.add(
-        f"{where} is {list(ids)}, which could mean boundaries {list(ids)} (convention 'before': "
-        f"EAGLE, vLLM) or {[one + 1 for one in ids]} ('after': SpecForge, TorchSpec); say which "
-        "with --capture-convention before|after"
-    )
-    return "before", ""
-
-
-def _vocab_map(source: Source, draft_vocab: int, vocab: int, problems: Problems) -> Rule:
+def _vocab_map(names: DraftNames, draft_vocab: int, vocab: int, problems: Problems) -> Rule:
     """The rule of `target_of_draft`, from `d2t` (offsets) and, to compare with it, `t2d`."""
-    d2t_name, t2d_name = _find(source, "d2t"), _find(source, "t2d")
-    d2t = Want(d2t_name, (draft_vocab,), ("I64", "I32")) if d2t_name in source.tensors else None
-    t2d = Want(t2d_name, (vocab,), ("BOOL",)) if t2d_name in source.tensors else None
+    d2t = Want(names.full("d2t"), (draft_vocab,), ("I64", "I32")) if names.has_d2t else None
+    t2d = Want(names.full("t2d"), (vocab,), ("BOOL",)) if names.has_t2d else None
     if d2t is None and draft_vocab < vocab:
         problems.add(
             f"tensor d2t is missing: draft_vocab_size is {draft_vocab} of vocab_size {vocab}, and "
@@ -308,8 +221,16 @@ def _vocab_map(source: Source, draft_vocab: int, vocab: int, problems: Problems)
         _check_vocab_map(reader, ids, vocab, is_kept)
         return (ids.astype(np.int32),)
 
+    def restore(ids: np.ndarray) -> dict[str, np.ndarray]:
+        tensors = {}
+        if d2t is not None:
+            tensors[d2t.name] = ids - np.arange(draft_vocab, dtype=np.int64)
+        if t2d is not None:
+            tensors[t2d.name] = np.isin(np.arange(vocab), ids)
+        return tensors
+
     wants = tuple(want for want in (d2t, t2d) if want is not None)
-    return Rule("draft.target_of_draft", None, ("target_of_draft",), wants, build)
+    return Rule("draft.target_of_draft", None, ("target_of_draft",), wants, build, restore)
 
 
 def _check_vocab_map(

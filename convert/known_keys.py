@@ -2,7 +2,7 @@
 
 from jaxspec.convert.fields import Fields
 
-__all__ = ["EAGLE", "LLAMA", "SPECULATORS", "TEXT", "WRAPPER", "leave_housekeeping"]
+__all__ = ["EAGLE", "LATENT_DRAFT", "LLAMA", "SPECULATORS", "TEXT", "WRAPPER", "leave_housekeeping"]
 
 HOUSEKEEPING = {
     "_attn_implementation": "serving option",
@@ -67,15 +67,27 @@ LLAMA = {
     "max_window_layers": "read with use_sliding_window",
     "pretraining_tp": "a sharding of the training run",
 }
+EXPERTS = """
+    aux_loss_alpha first_k_dense_replace moe_intermediate_size moe_layer_freq n_group
+    n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok num_nextn_predict_layers
+    routed_scaling_factor scoring_func seq_aux topk_group topk_method
+"""
+LATENT_DRAFT = {
+    "ep_size": "a sharding of the training run",
+    "head_dim": "the rotary part of a head; qk_rope_head_dim says it",
+} | dict.fromkeys(EXPERTS.split(), "of a target's experts: a draft's MLP is dense")
 SPECULATORS = {
     "architectures": "the tensors say what the draft is",
     "embed_requires_grad": "training only",
     "has_no_defaults_at_init": "a label",
+    "model_type": "a label; speculators_model_type says what it is",
     "speculators_config": "names the verifier it was trained for and how many tokens to propose",
     "speculators_version": "a label",
 }
 EAGLE = {
     "eagle_decoder_type": "a label",
+    "has_lm_head": "the tensors say whether it has one",
+    "parallel_draft_heads_num_layers": "of parallel heads, whose tensors would be unknown",
     "parallel_draft_step": "how many tokens to propose",
 }
 

@@ -5,7 +5,14 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxspec.config import DraftConfig, RotaryConfig, TargetConfig, Yarn
+from jaxspec.config import (
+    DraftConfig,
+    LatentDraftConfig,
+    LlamaDraftConfig,
+    RotaryConfig,
+    TargetConfig,
+    Yarn,
+)
 from jaxspec.contracts import Boundaries
 from jaxspec.convert.fields import Claim
 from jaxspec.convert.plan import Part
@@ -120,4 +127,5 @@ def _config(kind: str, data: dict[str, Any]) -> TargetConfig | DraftConfig:
         return TargetConfig(**data | {"rotary": rotary, "eos_token_ids": eos})
     want = data["boundaries"]
     boundaries = Boundaries(**want | {"ids": tuple(want["ids"])})
-    return DraftConfig(**data | {"rotary": rotary, "boundaries": boundaries})
+    draft = LatentDraftConfig if "kv_lora_rank" in data else LlamaDraftConfig
+    return draft(**data | {"rotary": rotary, "boundaries": boundaries})

@@ -19,14 +19,15 @@ NUM_READERS = 8
 
 
 class Matrices:
-    """What to want for the matrices of one checkpoint."""
+    """What to want for the matrices of one checkpoint; without one, of what is to be written."""
 
-    def __init__(self, source: Source, quantization: Quantization) -> None:
-        self.quantization, self._source = quantization, source
+    def __init__(self, source: Source | None, quantization: Quantization) -> None:
+        self.quantization = quantization
+        self._tensors = {} if source is None else source.tensors
 
     def dtype_of(self, name: str) -> str | None:
         """Safetensors' name of the weight's element type; None where there is no such tensor."""
-        info = self._source.tensors.get(f"{name}.weight")
+        info = self._tensors.get(f"{name}.weight")
         return info.dtype if info else None
 
     def plain(self, name: str, out: int, in_features: int) -> Want:
@@ -122,10 +123,28 @@ def _experts_rule(
             collections.deque(pool.map(fill, slots), maxlen=0)
         return (*gate_up, *down)
 
+    def restore(*leaves: np.ndarray) -> dict[str, np.ndarray]:
+        """Of packed ones words, scales and shapes, in groups of 32; of plain ones the weights."""
+        half = len(leaves) // 2
+        gate_up, down = leaves[:half], leaves[half:]
+        parts = {"gate": [a[:, 0] for a in gate_up], "up": [a[:, 1] for a in gate_up], "down": down}
+        tensors = {}
+        for expert, kind in slots:
+            arrays = [part[expert - experts.start] for part in parts[kind]]
+            matrix, shape = tensor[expert, kind], shape_of[kind]
+            if not c.num_bits:
+                tensors[f"{matrix}.weight"] = arrays[0]
+                continue
+            words, scales = arrays
+            tensors[f"{matrix}.weight_packed"] = transforms.unpack_words(words, shape[1])
+            tensors[f"{matrix}.weight_scale"] = transforms.unpack_scales(scales, shape[1])
+            tensors[f"{matrix}.weight_shape"] = np.array(shape, np.int32)
+        return tensors
+
     suffixes = ("_words", "_scales") if c.num_bits else ("",)
     leaves = tuple(f"experts.{kind}{suffix}" for kind in ("gate_up", "down") for suffix in suffixes)
     every_want = tuple(want for slot in slots for want in wants[slot])
-    return Rule(piece, layer, leaves, every_want, build, part)
+    return Rule(piece, layer, leaves, every_want, build, restore, part)
 
 
 def _empty(*lead: int, like: np.ndarray) -> np.ndarray:

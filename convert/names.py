@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from jaxspec.config import TargetConfig
+from jaxspec.config import LatentSizes, TargetConfig
 from jaxspec.convert import transforms
 from jaxspec.convert.matrices import Matrices, experts_rules
 from jaxspec.convert.plan import (
@@ -20,7 +20,12 @@ from jaxspec.convert.plan import (
 from jaxspec.convert.problems import Problems
 from jaxspec.convert.source import Source
 
-__all__ = ["find_prefix", "target_rules", "unused_target_tensors"]
+__all__ = [
+    "find_prefix",
+    "latent_attention_rules",
+    "target_rules",
+    "unused_target_tensors",
+]
 
 PREFIXES = ("language_model.model.", "language_model.", "model.")
 """In front of `embed_tokens` and `layers`: Kimi-K2.5, its NVFP4 release, and flat checkpoints."""
@@ -111,27 +116,14 @@ class _Layer:
         yield from experts_rules(self.matrices, self.piece, self.layer, experts, c)
 
     def attention(self) -> Iterator[Rule]:
-        c = self.config
-        width, query, latent = c.hidden_size, c.q_lora_rank, c.kv_lora_rank
-        heads, key, value = c.num_attention_heads, c.qk_nope_head_dim, c.v_head_dim
-        rotary = c.qk_rope_head_dim
-        yield self.matrix("attention.q_a", "self_attn.q_a_proj", (query, width))
-        yield self.norm("attention.q_a_norm", "self_attn.q_a_layernorm", query)
-        q_b = (heads * (key + rotary), query)
-        yield self.matrix("attention.q_b", "self_attn.q_b_proj", q_b, transforms.heads_out, heads)
-        kv_a = (latent + rotary, width)
-        yield self.matrix("attention.kv_a", "self_attn.kv_a_proj_with_mqa", kv_a)
-        yield self.norm("attention.kv_a_norm", "self_attn.kv_a_layernorm", latent)
-        kv_b = self.matrices.plain(f"{self.name}self_attn.kv_b_proj", heads * (key + value), latent)
-        yield Rule(
+        return latent_attention_rules(
+            f"{self.name}self_attn.",
             self.piece,
             self.layer,
-            (f"{self.stack}.attention.k_up", f"{self.stack}.attention.v_up"),
-            (kv_b,),
-            lambda reader: transforms.split_kv(reader.read(kv_b), heads, key),
+            f"{self.stack}.attention",
+            self.config,
+            self.matrices,
         )
-        out = (width, heads * value)
-        yield self.matrix("attention.out", "self_attn.o_proj", out, transforms.heads_in, heads)
 
     def mlp(self, leaf: str, name: str, hidden: int) -> Iterator[Rule]:
         width = self.config.hidden_size
@@ -149,21 +141,71 @@ class _Layer:
             weight_DE = transforms.transpose(reader.read(weight))
             return weight_DE.astype(np.float32), reader.read(bias).astype(np.float32)
 
+        def restore(weight_DE: np.ndarray, bias_E: np.ndarray) -> dict[str, np.ndarray]:
+            weight_ED = transforms.transpose(transforms.narrowed(weight_DE))
+            return {weight.name: weight_ED, bias.name: bias_E}
+
         leaves = ("sparse.router.weight", "sparse.router.bias")
-        return Rule(self.piece, self.layer, leaves, (weight, bias), build)
+        return Rule(self.piece, self.layer, leaves, (weight, bias), build, restore)
 
     def norm(self, leaf: str, name: str, size: int) -> Rule:
         want = Want(f"{self.name}{name}.weight", (size,))
         return simple_rule(self.piece, self.layer, f"{self.stack}.{leaf}.weight", want)
 
+    def matrix(self, leaf: str, name: str, shape: tuple[int, int]) -> Rule:
+        want = self.matrices.plain(self.name + name, *shape)
+        leaf = f"{self.stack}.{leaf}"
+        return simple_rule(self.piece, self.layer, leaf, want, transforms.transpose)
+
+
+def latent_attention_rules(
+    name: str,
+    piece: str,
+    layer: int | None,
+    leaf: str,
+    sizes: LatentSizes,
+    matrices: Matrices,
+    in_features: int | None = None,
+) -> Iterator[Rule]:
+    """The rules of one layer's latent attention, of a target or a draft.
+
+    Args:
+      name: what stands before the tensors' names.
+      leaf: what stands before the parameters'.
+      in_features: width of what it reads; None is `hidden_size`.
+    """
+    c, width = sizes, in_features or sizes.hidden_size
+    query, latent, rotary = c.q_lora_rank, c.kv_lora_rank, c.qk_rope_head_dim
+    heads, key, value = c.num_attention_heads, c.qk_nope_head_dim, c.v_head_dim
+
     def matrix(
-        self,
-        leaf: str,
-        name: str,
+        part: str,
+        tensor: str,
         shape: tuple[int, int],
         transform: Callable[..., np.ndarray] = transforms.transpose,
         *args: int,
     ) -> Rule:
-        want = self.matrices.plain(self.name + name, *shape)
-        leaf = f"{self.stack}.{leaf}"
-        return simple_rule(self.piece, self.layer, leaf, want, transform, *args)
+        want = matrices.plain(name + tensor, *shape)
+        return simple_rule(piece, layer, f"{leaf}.{part}", want, transform, *args)
+
+    def norm(part: str, tensor: str, size: int) -> Rule:
+        want = Want(f"{name}{tensor}.weight", (size,))
+        return simple_rule(piece, layer, f"{leaf}.{part}.weight", want)
+
+    yield matrix("q_a", "q_a_proj", (query, width))
+    yield norm("q_a_norm", "q_a_layernorm", query)
+    q_b = (heads * (key + rotary), query)
+    yield matrix("q_b", "q_b_proj", q_b, transforms.heads_out, heads)
+    yield matrix("kv_a", "kv_a_proj_with_mqa", (latent + rotary, width))
+    yield norm("kv_a_norm", "kv_a_layernorm", latent)
+    kv_b = matrices.plain(f"{name}kv_b_proj", heads * (key + value), latent)
+    yield Rule(
+        piece,
+        layer,
+        (f"{leaf}.k_up", f"{leaf}.v_up"),
+        (kv_b,),
+        lambda reader: transforms.split_kv(reader.read(kv_b), heads, key),
+        lambda k_up, v_up: {kv_b.name: transforms.join_kv(k_up, v_up)},
+    )
+    out = (c.hidden_size, heads * value)
+    yield matrix("out", "o_proj", out, transforms.heads_in, heads)

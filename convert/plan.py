@@ -20,6 +20,7 @@ from jaxspec.convert.source import DTYPES, Source
 
 __all__ = [
     "FLOAT",
+    "HALF",
     "Part",
     "Piece",
     "Reader",
@@ -37,6 +38,8 @@ __all__ = [
 
 FLOAT = ("BF16", "F32")
 """Element types of plain weights."""
+HALF = "F16"
+"""That of old drafts, which is read into f32: bf16 would round it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +105,7 @@ class Rule:
       leaves: paths, as in `sparse.attention.q_a`.
       wants: everything `build` reads.
       build: gives the leaves' arrays, in order, without the layer axis.
+      restore: the way back, from the same arrays to tensors by name; of a part, some rows of one.
       part: what of the leaves it builds; None: all.
     """
 
@@ -110,6 +114,7 @@ class Rule:
     leaves: tuple[str, ...]
     wants: tuple[Want, ...]
     build: Callable[["Reader"], tuple[np.ndarray, ...]]
+    restore: Callable[..., dict[str, np.ndarray]]
     part: Part | None = None
 
     def source_bytes(self, source: Source) -> int:
@@ -132,13 +137,20 @@ def simple_rule(
     transform: Callable[..., np.ndarray] | None = None,
     *args: int,
 ) -> Rule:
-    """The rule of one leaf that is one tensor, as it is or as `transform(tensor, *args)`."""
+    """The rule of one leaf that is one tensor, as it is or as `transform(tensor, *args)`.
+
+    Args:
+      transform: a transposition, and then at most a cut of an axis into two.
+    """
 
     def build(reader: "Reader") -> tuple[np.ndarray, ...]:
         tensor = reader.read(want)
         return (tensor if transform is None else transform(tensor, *args),)
 
-    return Rule(piece, layer, (leaf,), (want,), build)
+    def restore(leaf: np.ndarray) -> dict[str, np.ndarray]:
+        return {want.name: leaf if transform is None else transforms.restored(leaf, want.shape)}
+
+    return Rule(piece, layer, (leaf,), (want,), build, restore)
 
 
 def limit_piece(rules: Iterable[Rule]) -> Iterator[Rule]:
@@ -170,7 +182,10 @@ def vocabulary_rules(
             rows = reader.read(want, None if part is None else part.rows)
             return (rows if transform is None else transform(rows),)
 
-        yield Rule(name, None, (leaf,), (want,), build, part)
+        def restore(rows: np.ndarray) -> dict[str, np.ndarray]:
+            return {want.name: rows if transform is None else transforms.transpose(rows)}
+
+        yield Rule(name, None, (leaf,), (want,), build, restore, part)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,8 +213,10 @@ class Reader:
         self._source, self._problems, self._fp8_block = source, problems, fp8_block
 
     def read(self, want: Want, rows: range | None = None) -> np.ndarray:
-        """The tensor, or some rows of it; bf16 where it was stored as float8 with scales."""
+        """The tensor, or some rows of it; bf16 of float8 with scales, f32 of f16."""
         array = self._finite(want, rows)
+        if array.dtype == DTYPES[HALF]:
+            array = array.astype(np.float32)
         if want.fp8_scale is None:
             return array
         assert rows is None, "blocks of scales are not cut"
@@ -276,7 +293,7 @@ def check_plan(
 def leaf_dtypes(rule: Rule, source: Source) -> tuple[str, ...]:
     """Element types of the leaves that a rule will build, from headers alone."""
     stored = {source.tensors[want.name].dtype for want in rule.wants}
-    plain = "float32" if "F32" in stored else "bfloat16"
+    plain = "float32" if stored & {"F32", HALF} else "bfloat16"
     fixed = {"words": "int32", "scales": "bfloat16", "router": "float32", "draft": "int32"}
     # experts.down_words, experts.down_scales, sparse.router.bias, target_of_draft
     return tuple(

@@ -16,10 +16,12 @@ from jaxspec.config import DraftConfig, Numerics, TargetConfig
 from jaxspec.contracts import Boundaries
 from jaxspec.convert import drafts, names
 from jaxspec.convert.configs import LatentNormEps, Quantization, read_target_config
+from jaxspec.convert.draft_configs import AS_STATED, read_draft
 from jaxspec.convert.fields import Claim
 from jaxspec.convert.matrices import Matrices
-from jaxspec.convert.plan import FLOAT, Piece, Reader, Rule, build_piece, check_plan
+from jaxspec.convert.plan import FLOAT, HALF, Piece, Reader, Rule, build_piece, check_plan
 from jaxspec.convert.problems import Problems
+from jaxspec.convert.rotary import RotaryChoice
 from jaxspec.convert.source import Source
 from jaxspec.draft import Draft
 from jaxspec.kernels.expert_matmul.packing import GROUP
@@ -154,20 +156,23 @@ def prepare_draft(
     source: Source,
     convention: Convention | None = None,
     target: TargetCard | None = None,
+    choice: RotaryChoice = AS_STATED,
+    latent_norm_eps: LatentNormEps = "rms_norm_eps",
 ) -> Prepared:
     """The draft in a Hugging Face directory, tied to `target` if one is given.
+
+    Args: see `read_draft`.
 
     Raises:
       CheckpointError: everything that is wrong with its config and headers.
     """
     problems = Problems(str(source.directory))
-    config, claims = drafts.read_draft(source, problems, convention)
-    rules = list(drafts.draft_rules(source, config, problems))
+    config, claims = read_draft(source, problems, convention, choice, latent_norm_eps)
+    names = drafts.draft_names(source, problems)
+    rules = list(drafts.draft_rules(names, config, problems))
     unused = check_plan(rules, drafts.unused_draft_tensors(), source, problems)
     problems.raise_any()
-    sizes = dataclasses.asdict(config)
-    del sizes["boundaries"]
-    identity = f"eagle3@{_fingerprint(sizes, rules, source)}"
+    identity = f"eagle3@{_fingerprint(_function_of(config), rules, source)}"
     claims["target"] = Claim(None, "nothing in the checkpoint names it")
     if target is not None:
         config = tie(config, target, problems, "by convert --target")
@@ -187,6 +192,11 @@ def tie(config: DraftConfig, target: TargetCard, problems: Problems, when: str) 
     want, of_target = config.boundaries, target.config
     layers = of_target.num_hidden_layers
     ids = want.ids or (2, layers // 2, layers - 3)
+    if len(ids) != config.num_aux_hidden_states:
+        problems.add(
+            f"the draft's fc takes {config.num_aux_hidden_states} boundaries, and {want.origin} "
+            f"names {len(ids)}; say which it was trained on with --capture"
+        )
     if min(ids) < 0 or max(ids) > layers:
         problems.add(
             f"boundaries {ids} [{want.origin}]: {target.identity} has boundaries 0 (the embedding "
@@ -212,6 +222,14 @@ def tie(config: DraftConfig, target: TargetCard, problems: Problems, when: str) 
     return dataclasses.replace(config, boundaries=tied)
 
 
+def _function_of(config: DraftConfig) -> dict[str, Any]:
+    """What of the config is part of the function, as far as it is not what every draft has."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    sizes = dataclasses.asdict(config)
+    del sizes["boundaries"]
+    return {key: value for key, value in sizes.items() if value != defaults[key]}
+
+
 def _fingerprint(function: dict[str, Any], rules: list[Rule], source: Source) -> str:
     """Twelve hex digits over the config, every vector, and the first row of every matrix.
 
@@ -230,5 +248,6 @@ def _fingerprint(function: dict[str, Any], rules: list[Rule], source: Source) ->
             seen.add(name)
             digest.update(f"{whole} {rule.leaves} {tensor.shape}".encode())
             rows = source.read(name, None if len(tensor.shape) < 2 else range(1))
-            digest.update((rows.astype(np.float32) if tensor.dtype in FLOAT else rows).tobytes())
+            is_plain = tensor.dtype in (*FLOAT, HALF)
+            digest.update((rows.astype(np.float32) if is_plain else rows).tobytes())
     return digest.hexdigest()[:12]

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxspec.convert.problems import Problems
+from jaxspec.convert.torch_file import read_torch_file
 
 __all__ = ["DTYPES", "Source", "TensorInfo", "read_json"]
 
@@ -28,6 +29,8 @@ DTYPES: dict[str, np.dtype] = {
 }
 """Safetensors' names of element types."""
 
+SINGLE, SINGLE_TORCH = "model.safetensors", "pytorch_model.bin"
+"""Of a checkpoint that is one file."""
 MAX_HEADER_BYTES = 100_000_000
 """Safetensors' own limit: a longer header is not one."""
 
@@ -43,14 +46,14 @@ class TensorInfo:
 
 
 class Source:
-    """A checkpoint directory as Hugging Face writes it.
+    """A checkpoint directory as Hugging Face writes it: safetensors or, without them, `.bin`.
 
     Attributes:
       directory: where it lies.
       config: its `config.json`; `generation_config` and `tokenizer_config` are {} where the
         directory has none.
-      tensors: what the headers of its safetensors files say, by name.
-      files: the safetensors files, in order.
+      tensors: what the headers of its files say, by name.
+      files: the files with tensors, in order.
 
     Raises:
       CheckpointError: no config, no weights, a file missing or truncated, an index that does not
@@ -71,11 +74,14 @@ class Source:
         self.config = read_json(self.directory / "config.json", problems)
         self.generation_config = read_json(self.directory / "generation_config.json", problems)
         self.tokenizer_config = read_json(self.directory / "tokenizer_config.json", problems)
+        has_safetensors = any(self.directory.glob("*.safetensors"))
+        self._single = SINGLE if has_safetensors else SINGLE_TORCH
         index = self._read_index(problems) if needs_weights else None
         self.files = self._list_files(index, problems) if needs_weights else []
         self.tensors: dict[str, TensorInfo] = {}
         for file in self.files:
-            for name, info in _read_header(self.directory / file, problems).items():
+            read = _read_header if has_safetensors else _read_torch_header
+            for name, info in read(self.directory / file, problems).items():
                 if name in self.tensors:
                     problems.add(
                         f"tensor {name} is in two files, {self.tensors[name].file} and {file}"
@@ -95,9 +101,14 @@ class Source:
             offset += rows.start * math.prod(info.shape[1:]) * dtype.itemsize
         return np.fromfile(path, dtype, count=math.prod(shape), offset=offset).reshape(shape)
 
+    @property
+    def index_file(self) -> str:
+        """The file that says which file a tensor is in, where there are several."""
+        return f"{self._single}.index.json"
+
     def _read_index(self, problems: Problems) -> dict[str, str] | None:
         """File name of every tensor, or None for a checkpoint without an index."""
-        path = self.directory / "model.safetensors.index.json"
+        path = self.directory / self.index_file
         if not path.is_file():
             return None
         index = read_json(path, problems).get("weight_map")
@@ -107,34 +118,34 @@ class Source:
         return index
 
     def _list_files(self, index: dict[str, str] | None, problems: Problems) -> list[str]:
-        present = sorted(path.name for path in self.directory.glob("*.safetensors"))
+        single, kind = self._single, self._single.rpartition(".")[2]
+        present = sorted(path.name for path in self.directory.glob(f"*.{kind}"))
+        if kind == "bin":  # a trainer's directory has others: options, the optimiser's state
+            present = [name for name in present if name.startswith("pytorch_model")]
         if index is None:
-            if present == ["model.safetensors"]:
+            if present == [single]:
                 return present
             if present:
                 problems.add(
-                    f"{len(present)} safetensors files ({present[0]}, ...) and neither "
-                    "model.safetensors.index.json nor a single model.safetensors"
-                )
-            elif (self.directory / "pytorch_model.bin").exists():
-                problems.add(
-                    "only pytorch_model.bin, a pickle: jaxspec reads safetensors and unpickles "
-                    "nothing; save the checkpoint as model.safetensors"
+                    f"{len(present)} {kind} files ({present[0]}, ...) and neither "
+                    f"{self.index_file} nor a single {single}"
                 )
             else:
-                problems.add("no weights: expected model.safetensors, or shards and their index")
+                problems.add(
+                    "no weights: expected model.safetensors, or shards and their index, or the "
+                    "same as pytorch_model.bin"
+                )
             return []
         named = sorted(set(index.values()))
         for file in named:
             if file not in present:
                 count = sum(value == file for value in index.values())
                 problems.add(
-                    f"model.safetensors.index.json names {file} for {count} tensors, and there is "
-                    "no such file"
+                    f"{self.index_file} names {file} for {count} tensors, and there is no such file"
                 )
         for file in present:
             if file not in named:
-                problems.add(f"{file} is not named in model.safetensors.index.json")
+                problems.add(f"{file} is not named in {self.index_file}")
         return [file for file in named if file in present]
 
     def _compare_with(self, index: dict[str, str], problems: Problems) -> None:
@@ -142,16 +153,13 @@ class Source:
             info = self.tensors.get(name)
             if info is None and file in self.files:
                 problems.add(
-                    f"tensor {name}: model.safetensors.index.json says it is in {file}, which "
-                    "does not hold it"
+                    f"tensor {name}: {self.index_file} says it is in {file}, which does not hold it"
                 )
             elif info is not None and info.file != file:
-                problems.add(
-                    f"tensor {name} is in {info.file}; model.safetensors.index.json says {file}"
-                )
+                problems.add(f"tensor {name} is in {info.file}; {self.index_file} says {file}")
         for name, info in self.tensors.items():
             if name not in index:
-                problems.add(f"tensor {name} in {info.file} is not in model.safetensors.index.json")
+                problems.add(f"tensor {name} in {info.file} is not in {self.index_file}")
 
 
 def read_json(path: Path, problems: Problems) -> dict[str, Any]:
@@ -208,3 +216,11 @@ def _read_header(path: Path, problems: Problems) -> dict[str, TensorInfo]:
         else:
             tensors[name] = TensorInfo(file, dtype, shape, data_start + start)
     return tensors
+
+
+def _read_torch_header(path: Path, problems: Problems) -> dict[str, TensorInfo]:
+    """The same of a file of `torch.save`."""
+    return {
+        name: TensorInfo(path.name, found.dtype, found.shape, found.offset)
+        for name, found in read_torch_file(path, problems).items()
+    }

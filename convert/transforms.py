@@ -9,11 +9,16 @@ __all__ = [
     "dequantize_fp8",
     "heads_in",
     "heads_out",
+    "join_kv",
+    "narrowed",
     "quantize_int4",
     "repack_scales",
     "repack_words",
+    "restored",
     "split_kv",
     "transpose",
+    "unpack_scales",
+    "unpack_words",
 ]
 
 NIBBLES = 8  # of a 32-bit word
@@ -43,6 +48,17 @@ def heads_in(weight: np.ndarray, heads: int) -> np.ndarray:
     return transpose(weight).reshape(heads, -1, weight.shape[0])
 
 
+def restored(leaf: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The tensor [out, in] whose `transpose`, `heads_out` or `heads_in` the leaf is."""
+    return transpose(leaf.reshape(shape[::-1]))
+
+
+def narrowed(array: np.ndarray) -> np.ndarray:
+    """The same f32 values in bf16, where nothing is lost by it."""
+    rounded = array.astype(ml_dtypes.bfloat16)
+    return rounded if np.array_equal(rounded.astype(array.dtype), array) else array
+
+
 def split_kv(weight: np.ndarray, heads: int, key_width: int) -> tuple[np.ndarray, np.ndarray]:
     """k_up [heads, key, latent] and v_up [heads, latent, value] of `kv_b_proj`.
 
@@ -51,6 +67,12 @@ def split_kv(weight: np.ndarray, heads: int, key_width: int) -> tuple[np.ndarray
     per_head = weight.reshape(heads, -1, weight.shape[1])
     key, value = per_head[:, :key_width], per_head[:, key_width:]
     return np.ascontiguousarray(key), np.ascontiguousarray(value.swapaxes(1, 2))
+
+
+def join_kv(key: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """`kv_b_proj` of what `split_kv` made of it."""
+    per_head = np.concatenate([key, value.swapaxes(1, 2)], axis=1)
+    return per_head.reshape(-1, key.shape[2])
 
 
 def dequantize_fp8(weight: np.ndarray, scale_inv: np.ndarray, block: tuple[int, int]) -> np.ndarray:
@@ -103,6 +125,23 @@ def repack_words(words: np.ndarray) -> np.ndarray:
     return packed_N48.reshape(out, -1).view(np.int32)
 
 
+def unpack_words(words: np.ndarray, in_features: int) -> np.ndarray:
+    """compressed-tensors' words [out, in / 8] of the kernel's, which `repack_words` made.
+
+    A block's words go from 4 x 8 back to 8 x 4, and the squares of nibbles are transposed back.
+    """
+    out = words.shape[0]
+    blocks_N48 = words.view(np.uint32).reshape(-1, 4, NIBBLES)
+    unpacked_N84 = np.empty((len(blocks_N48), NIBBLES, 4), np.uint32)
+    for first in range(0, len(blocks_N48), REPACKED_BLOCKS):
+        part = slice(first, first + REPACKED_BLOCKS)
+        squares_8M = np.ascontiguousarray(blocks_N48[part].transpose(2, 0, 1)).reshape(NIBBLES, -1)
+        _transpose_nibbles(squares_8M)
+        unpacked_N84[part] = squares_8M.reshape(NIBBLES, -1, 4).transpose(1, 0, 2)
+    unpadded = unpacked_N84.reshape(out, -1)[:, : in_features // NIBBLES]
+    return np.ascontiguousarray(unpadded).view(np.int32)
+
+
 def _transpose_nibbles(squares_8M: np.ndarray) -> None:
     """Transposes squares of 8 words of 8 nibbles in place, M of them side by side.
 
@@ -131,3 +170,9 @@ def repack_scales(scale: np.ndarray, group_size: int) -> np.ndarray:
     missing = padded(num_groups * GROUP) // GROUP - num_groups
     scale = np.pad(scale, [(0, 0), (0, missing)])
     return np.ascontiguousarray(scale.T).reshape(-1, BLOCK // GROUP, out)
+
+
+def unpack_scales(scale: np.ndarray, in_features: int) -> np.ndarray:
+    """compressed-tensors' scales [out, in / 32] of the kernel's, which `repack_scales` made."""
+    out = scale.shape[-1]
+    return np.ascontiguousarray(scale.reshape(-1, out).T[:, : in_features // GROUP])

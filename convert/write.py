@@ -1,6 +1,7 @@
 """Conversion: a Hugging Face directory in, a directory of Orbax checkpoints and a manifest out."""
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from jaxspec.aliases import Convention, PathLike, Progress
 from jaxspec.config import DraftConfig, Numerics, TargetConfig
 from jaxspec.convert.configs import LatentNormEps
 from jaxspec.convert.conversion import files_of, write_checkpoint
+from jaxspec.convert.draft_configs import AS_STATED
 from jaxspec.convert.drafts import is_draft
 from jaxspec.convert.manifest import Manifest, is_converted, read_manifest
 from jaxspec.convert.plan import leaf_dtypes
@@ -25,6 +27,7 @@ from jaxspec.convert.prepare import (
     prepare_target,
 )
 from jaxspec.convert.problems import CheckpointError
+from jaxspec.convert.rotary import RotaryChoice
 from jaxspec.convert.source import Source
 from jaxspec.version import version
 
@@ -41,6 +44,7 @@ class ConvertConfig:
       target: directory of the target that a draft is tied to, converted or not.
       experts: "int4" quantises plain or fp8 routed experts.
       latent_norm_eps: see `configs.LatentNormEps`.
+      draft_rotary: a draft's rotary embedding, in place of what its config says.
     """
 
     kind: Literal["auto", "target", "draft"] = "auto"
@@ -48,6 +52,7 @@ class ConvertConfig:
     target: Path | None = None
     experts: Experts = "stored"
     latent_norm_eps: LatentNormEps = "rms_norm_eps"
+    draft_rotary: RotaryChoice = AS_STATED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +80,9 @@ class ConversionReport:
             want = manifest.config.boundaries
             ids = f"boundaries {want.ids}" if want.ids else "no boundaries of its own"
             lines.append(f"  trained on {ids}   [{want.origin}]")
+            of_rotary, of_kind = manifest.claims["rotary"], manifest.claims["rotary_kind"]
+            lines.append(f"  rotary {json.dumps(of_rotary.value)}   [{of_rotary.origin}]")
+            lines.append(f"  turning {of_kind.value}   [{of_kind.origin}]")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -134,10 +142,17 @@ def prepare(directory: Path, config: ConvertConfig) -> Prepared:
         kind = "draft" if is_draft(source) else "target"
     if kind == "draft":
         card = None if config.target is None else read_card(config.target)
-        return prepare_draft(source, config.capture_convention, card)
-    if config.target is not None or config.capture_convention is not None:
+        return prepare_draft(
+            source,
+            config.capture_convention,
+            card,
+            config.draft_rotary,
+            config.latent_norm_eps,
+        )
+    if config.target is not None or config.capture_convention is not None or config.draft_rotary:
         raise CheckpointError(
-            str(directory), ["this is a target; --target and --capture-convention are for drafts"]
+            str(directory),
+            ["this is a target; --target, --capture-convention and --draft-rotary are for drafts"],
         )
     return prepare_target(source, config.experts, config.latent_norm_eps)
 

@@ -10,7 +10,10 @@ if TYPE_CHECKING:
     from jaxspec.checkpoint import load_draft, load_target
     from jaxspec.config import MeshConfig, Numerics, TreeConfig
     from jaxspec.contracts import ContractError
+    from jaxspec.convert.export import ExportConfig
+    from jaxspec.convert.export import export as export_checkpoint
     from jaxspec.convert.inspect import inspect as inspect_checkpoint
+    from jaxspec.convert.rotary import RotaryChoice
     from jaxspec.convert.write import ConvertConfig
     from jaxspec.convert.write import convert as convert_checkpoint
     from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_TARGET
@@ -37,6 +40,7 @@ __all__ = [
     "Completion",
     "ContractError",
     "ConvertConfig",
+    "ExportConfig",
     "GenerateConfig",
     "GenerateReport",
     "Generator",
@@ -48,12 +52,14 @@ __all__ = [
     "Prompt",
     "RecordConfig",
     "Request",
+    "RotaryChoice",
     "SamplingConfig",
     "Tokenizer",
     "TreeConfig",
     "compare_records",
     "compare_runs",
     "convert_checkpoint",
+    "export_checkpoint",
     "generate",
     "identify_features",
     "inspect_checkpoint",
@@ -70,7 +76,9 @@ _MODULES = {
     "checkpoint": ("load_draft", "load_target"),
     "config": ("MeshConfig", "Numerics", "TreeConfig"),
     "contracts": ("ContractError",),
+    "convert.export": ("ExportConfig", "export_checkpoint"),
     "convert.inspect": ("inspect_checkpoint",),
+    "convert.rotary": ("RotaryChoice",),
     "convert.write": ("ConvertConfig", "convert_checkpoint"),
     "environment": ("SHIPPED_DRAFT", "SHIPPED_TARGET"),
     "errors": ("InputError",),
@@ -91,6 +99,7 @@ _MODULES = {
 }
 _OWN_NAMES = {
     "convert_checkpoint": "convert",
+    "export_checkpoint": "export",
     "identify_features": "identify",
     "inspect_checkpoint": "inspect",
     "plan_devices": "plan",

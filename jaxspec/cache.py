@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.dims import typed
 
-__all__ = ["KeyValues", "Latents", "Stripe", "commit"]
+__all__ = ["DraftCache", "KeyValues", "Latents", "Stripe", "commit"]
 
 
 @functools.partial(
@@ -47,6 +47,11 @@ class KeyValues:
     value: Float[Array, "L N B S H"]
 
 
+DraftCache = KeyValues | Latents
+"""What a draft keeps, by its attention. Who carries it along does not look inside: in each of them
+the last three axes are sequence, slot and width, and the first is the layer."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Stripe:
     """What a device holds of a cache that is cut by slots: every `num`-th slot, from `index` on.
@@ -64,7 +69,7 @@ class Stripe:
 
 
 @typed
-def commit[Cache: (Latents, KeyValues)](
+def commit[Cache: Latents | KeyValues](
     cache: Cache,
     rows: Cache,
     row_BP: Int[Array, "B P"],

@@ -16,8 +16,10 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jaxspec.aliases import Convention, PathLike, Progress
 from jaxspec.config import DraftConfig, Numerics, TargetConfig
 from jaxspec.convert.configs import TRANSFORMERS_EPS, LatentNormEps
-from jaxspec.convert.drafts import NUM_DEFAULT_BOUNDARIES, UNTIED, is_draft
-from jaxspec.convert.manifest import Manifest, is_converted, part_of, read_manifest
+from jaxspec.convert.draft_configs import AS_STATED, UNTIED
+from jaxspec.convert.drafts import is_draft
+from jaxspec.convert.manifest import Manifest, is_converted, read_manifest
+from jaxspec.convert.pieces import pieces_of
 from jaxspec.convert.plan import Part, Piece, Rule
 from jaxspec.convert.prepare import (
     Experts,
@@ -30,6 +32,7 @@ from jaxspec.convert.prepare import (
     tie,
 )
 from jaxspec.convert.problems import CheckpointError, Problems
+from jaxspec.convert.rotary import RotaryChoice
 from jaxspec.convert.source import Source
 from jaxspec.draft import Draft
 from jaxspec.environment import hub_cache
@@ -109,6 +112,7 @@ def load_draft(
     target: Target,
     capture_convention: Convention | None = None,
     capture: tuple[int, ...] | None = None,
+    rotary: RotaryChoice = AS_STATED,
     progress: Progress | None = None,
 ) -> Draft:
     """The draft in a directory, in `numerics.dtype`.
@@ -120,12 +124,15 @@ def load_draft(
       capture_convention: what its boundary ids mean, where the checkpoint leaves it open.
       capture: the boundaries its `fc` takes, where the checkpoint states none. One that states
         its own keeps them.
+      rotary: the rotary embedding, in place of what its config says.
 
     Raises:
       CheckpointError: everything that is wrong with the checkpoint, alone or with this target.
     """
     directory = locate(path)
-    found = _open(directory, "draft", lambda source: prepare_draft(source, capture_convention))
+    found = _open(
+        directory, "draft", lambda source: prepare_draft(source, capture_convention, choice=rotary)
+    )
     config, problems = found.config, Problems(str(directory))
     assert isinstance(config, DraftConfig)
     if isinstance(found, Manifest) and capture_convention is not None:
@@ -134,11 +141,16 @@ def load_draft(
             f"{config.boundaries.ids} [{config.boundaries.origin}]; convert it again with another "
             "--capture-convention"
         )
+    if isinstance(found, Manifest) and rotary:
+        problems.add(
+            f"converted already, which settled its rotary embedding: {config.rotary} "
+            f"[{found.claims['rotary'].origin}]; convert it again with another --draft-rotary"
+        )
     if not config.boundaries.ids and capture is not None:
-        if len(capture) != NUM_DEFAULT_BOUNDARIES:
+        if len(capture) != config.num_aux_hidden_states:
             problems.add(
                 f"--capture names {len(capture)} boundaries {capture}; the draft's fc takes "
-                f"{NUM_DEFAULT_BOUNDARIES}"
+                f"{config.num_aux_hidden_states}"
             )
         said = {"ids": capture, "origin": "set by --capture; the checkpoint states none"}
         boundaries = dataclasses.replace(config.boundaries, **said)
@@ -172,20 +184,11 @@ def _pieces(
     found: Prepared | Manifest, directory: Path, problems: Problems, hull: dict[str, Box]
 ) -> tuple[int, Iterator["Piece | StoredPiece"]]:
     """How many pieces there are, and those of them that hold something of a hull."""
-    if isinstance(found, Prepared):
 
-        def is_needed(rule: Rule) -> bool:
-            return any(_meets(hull[leaf], rule.layer, rule.part) for leaf in rule.leaves)
+    def is_needed(rule: Rule) -> bool:
+        return any(_meets(hull[leaf], rule.layer, rule.part) for leaf in rule.leaves)
 
-        pieces = found.pieces(problems, is_needed)
-        return len({rule.piece for rule in found.rules if is_needed(rule)}), pieces
-    # TensorStore takes its time to import, and only a converted checkpoint needs it.
-    from jaxspec.convert.stored import open_piece
-
-    params = directory / "params"
-    return len(found.pieces), (
-        open_piece(params, piece["name"], piece["layer"], part_of(piece)) for piece in found.pieces
-    )
+    return pieces_of(found, directory, problems, is_needed)
 
 
 def _fill[Model: (Target, Draft)](

@@ -14,8 +14,10 @@ import typer
 
 from jaxspec.aliases import CacheLayout, Convention, Dtype
 from jaxspec.cli_compare import compare
+from jaxspec.cli_export import export
 from jaxspec.errors import InputError
 from jaxspec.flags import (
+    DEFAULT_TREE,
     CacheFlag,
     CaptureFlag,
     ChatFlag,
@@ -23,6 +25,7 @@ from jaxspec.flags import (
     ConventionFlag,
     CoordinatorFlag,
     DraftFlag,
+    DraftRotaryFlag,
     DtypeFlag,
     JoinTimeoutFlag,
     JsonFlag,
@@ -40,6 +43,7 @@ from jaxspec.version import version
 if TYPE_CHECKING:
     from jaxspec.commands import ModelFlags
     from jaxspec.config import MeshConfig, TreeConfig
+    from jaxspec.convert.rotary import RotaryChoice
 
 __all__ = ["app", "main"]
 
@@ -51,8 +55,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-DEFAULT_TREE = "3x1x4"
 
 
 def _print_version(is_asked: bool) -> None:
@@ -108,6 +110,7 @@ def generate(
     ] = None,
     capture: CaptureFlag = None,
     capture_convention: ConventionFlag = None,
+    draft_rotary: DraftRotaryFlag = None,
     prompt_file: PromptFileFlag = None,
     tokens: TokensFlag = None,
     chat: ChatFlag = False,
@@ -186,9 +189,8 @@ def generate(
 
     if ceiling and draft == "none":
         raise InputError("--ceiling is of a tree, and --draft none has none")
-    models = _models(
-        target, draft, capture, capture_convention, dtype, implementation, _mesh(mesh, cache)
-    )
+    drafted = (draft, capture, capture_convention, draft_rotary)
+    models = _models(target, drafted, dtype, implementation, _mesh(mesh, cache))
     sglang = (speculative_num_steps, speculative_eagle_topk, speculative_num_draft_tokens)
     flags = GenerateFlags(
         models=models,
@@ -257,6 +259,7 @@ def record(
     draft: DraftFlag = None,
     capture: CaptureFlag = None,
     capture_convention: ConventionFlag = None,
+    draft_rotary: DraftRotaryFlag = None,
     dtype: DtypeFlag = None,
     mesh: MeshFlag = None,
     cache: CacheFlag = None,
@@ -286,7 +289,8 @@ def record(
     from jaxspec.console import Display
     from jaxspec.processes import is_first
 
-    models = _models(target, draft, capture, capture_convention, dtype, None, _mesh(mesh, cache))
+    drafted = (draft, capture, capture_convention, draft_rotary)
+    models = _models(target, drafted, dtype, None, _mesh(mesh, cache))
     kept = () if boundaries == "none" else _ids("--boundaries", boundaries)
     with Display() as display:
         done = run_record(
@@ -315,6 +319,7 @@ def convert(
         typer.Option(help="auto takes what has an fc for a draft."),
     ] = "auto",
     capture_convention: ConventionFlag = None,
+    draft_rotary: DraftRotaryFlag = None,
     target: Annotated[
         str | None,
         typer.Option(metavar="DIR", help="Ties a draft to this target. Default: it stays open."),
@@ -343,6 +348,7 @@ def convert(
         None if target is None else locate(target),
         experts,
         latent_norm_eps,
+        _rotary(draft_rotary),
     )
     with Display() as display:
         report = run(
@@ -373,6 +379,7 @@ def inspect(
         ),
     ] = None,
     capture_convention: ConventionFlag = None,
+    draft_rotary: DraftRotaryFlag = None,
     as_json: JsonFlag = False,
     compile_cache: CompileCacheFlag = None,
 ) -> None:
@@ -392,6 +399,7 @@ def inspect(
     config = ConvertConfig(
         capture_convention=capture_convention,
         target=None if target is None else locate(target),
+        draft_rotary=_rotary(draft_rotary),
     )
     found = run(locate(path), config)
     print(json.dumps(found.to_dict()) if as_json else describe(found))
@@ -493,7 +501,9 @@ def _inspect_features(
     from jaxspec.console import Display
 
     with Display() as display:
-        report = run_identify(path, _models(target, "none", None, None, "float32", None), display)
+        report = run_identify(
+            path, _models(target, ("none", None, None, None), "float32", None), display
+        )
     print(json.dumps(report.to_dict()) if as_json else report.summary())
     if not report.holds:
         raise typer.Exit(1)
@@ -508,18 +518,20 @@ def _start_jax(compile_cache: str | None) -> None:
 
 def _models(
     target: str | None,
-    draft: str | None,
-    capture: str | None,
-    convention: Convention | None,
+    drafted: tuple[str | None, str | None, Convention | None, str | None],
     dtype: Dtype | None,
     implementation: str | None,
     mesh: "MeshConfig | None" = None,
 ) -> "ModelFlags":
+    """The models that the flags name; `drafted` is the draft, and three flags about it."""
     import jax
 
     from jaxspec.commands import ModelFlags
     from jaxspec.config import Numerics
 
+    draft, capture, convention, rotary = drafted
+    if draft == "none" and rotary is not None:
+        raise InputError("--draft-rotary says how a draft turns its keys: there is no draft")
     if draft == "none" and capture is not None:
         raise InputError("--capture without a draft: nothing would be done with what is captured")
     if draft == "none" and convention is not None:
@@ -529,7 +541,14 @@ def _models(
         raise InputError(f"--implementation is {implementation!r}; there are {' and '.join(known)}")
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     numerics = Numerics(dtype=dtype, implementation=cast("Any", implementation), mesh=mesh)
-    return ModelFlags(target, draft, _ids("--capture", capture), convention, numerics)
+    choice = _rotary(rotary)
+    return ModelFlags(target, draft, _ids("--capture", capture), convention, choice, numerics)
+
+
+def _rotary(text: str | None) -> "RotaryChoice":
+    from jaxspec.convert.rotary import RotaryChoice
+
+    return RotaryChoice() if text is None else RotaryChoice.parse(text)
 
 
 OWN = ("coordinator", "process_index", "join_timeout", "as_json", "compile_cache")
@@ -612,6 +631,7 @@ def _tree(
     return tree
 
 
+app.command()(export)
 app.command()(compare)
 
 

@@ -16,6 +16,8 @@ from jaxspec.checkpoint import load_draft, load_target, locate
 from jaxspec.config import Numerics
 from jaxspec.console import Display
 from jaxspec.contracts import Boundaries
+from jaxspec.convert.draft_configs import AS_STATED
+from jaxspec.convert.rotary import RotaryChoice
 from jaxspec.draft import Draft
 from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_TARGET
 from jaxspec.errors import InputError
@@ -65,12 +67,14 @@ class ModelFlags:
       draft: likewise, or "none"; None is the shipped one, for the shipped target only.
       capture: boundaries that the target captures; a draft that states others refuses them. None
         takes those that the draft states.
+      draft_rotary: the draft's rotary embedding, in place of what its config says.
     """
 
     target: str | None = None
     draft: str | None = None
     capture: tuple[int, ...] | None = None
     capture_convention: Convention | None = None
+    draft_rotary: RotaryChoice = AS_STATED
     numerics: Numerics = dataclasses.field(default_factory=Numerics)
 
     def claim(self, target: Target) -> Boundaries | None:
@@ -160,6 +164,7 @@ def load(models: ModelFlags, display: Display) -> tuple[Target, Draft | None]:
         target=target,
         capture_convention=models.capture_convention,
         capture=models.capture,
+        rotary=models.draft_rotary,
         progress=display.progress,
     )
     return target, draft
@@ -393,7 +398,9 @@ def _header(flags: GenerateFlags, target: Target, draft: Draft | None) -> dict[s
 def _where_used(flags: GenerateFlags) -> dict[str, Any]:
     """The flags that came later, where they are given: so that old files go on."""
     mesh, sampling = flags.models.numerics.mesh, flags.sampling
+    rotary = flags.models.draft_rotary
     found = {
+        "draft_rotary": dataclasses.asdict(rotary) if rotary else None,
         "mesh": mesh and str(mesh),
         "cache": mesh and mesh.cache,
         "min_p": sampling.min_p or None,

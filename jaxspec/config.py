@@ -16,6 +16,9 @@ from jaxspec.errors import InputError
 
 __all__ = [
     "DraftConfig",
+    "LatentDraftConfig",
+    "LatentSizes",
+    "LlamaDraftConfig",
     "MeshConfig",
     "Numerics",
     "RotaryConfig",
@@ -58,45 +61,24 @@ class RotaryConfig:
     yarn: Yarn | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class TargetConfig:
-    """Shape of a DeepSeek-V3-type target (Kimi-K2, Kimi-K2.5's text model).
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentSizes:
+    """What latent attention (MLA) has to know, of a target or of a draft.
 
     Attributes beyond Hugging Face's:
       latent_norm_eps: epsilon of the two latent norms. The frameworks differ: transformers
         leaves it at its default 1e-6, vLLM and SGLang take `rms_norm_eps`.
-      num_bits: 4 for packed int4 routed experts, None for plain ones.
     """
 
-    vocab_size: int
     hidden_size: int
-    num_hidden_layers: int
-    first_k_dense_replace: int
     num_attention_heads: int
     q_lora_rank: int
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    intermediate_size: int
-    moe_intermediate_size: int
-    n_routed_experts: int
-    num_experts_per_tok: int
-    n_shared_experts: int
-    n_group: int
-    topk_group: int
-    routed_scaling_factor: float
-    norm_topk_prob: bool
-    rms_norm_eps: float
     latent_norm_eps: float
-    max_position_embeddings: int
     rotary: RotaryConfig
-    num_bits: Literal[4] | None
-    eos_token_ids: tuple[int, ...] = ()
-
-    @property
-    def num_sparse_layers(self) -> int:
-        return self.num_hidden_layers - self.first_k_dense_replace
 
     @property
     def softmax_scale(self) -> float:
@@ -108,11 +90,46 @@ class TargetConfig:
         return scale
 
 
-@dataclasses.dataclass(frozen=True)
-class DraftConfig:
-    """Shape of an EAGLE-3 draft of the Llama type.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TargetConfig(LatentSizes):
+    """Shape of a DeepSeek-V3-type target (Kimi-K2, Kimi-K2.5's text model).
 
     Attributes beyond Hugging Face's:
+      num_bits: 4 for packed int4 routed experts, None for plain ones.
+    """
+
+    vocab_size: int
+    num_hidden_layers: int
+    first_k_dense_replace: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    n_shared_experts: int
+    n_group: int
+    topk_group: int
+    routed_scaling_factor: float
+    norm_topk_prob: bool
+    rms_norm_eps: float
+    max_position_embeddings: int
+    num_bits: Literal[4] | None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def num_sparse_layers(self) -> int:
+        return self.num_hidden_layers - self.first_k_dense_replace
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftConfig:
+    """Shape of an EAGLE-3 draft, whatever its attention.
+
+    Attributes beyond Hugging Face's:
+      num_aux_hidden_states: boundaries that its `fc` takes, side by side.
+      fc_norm: each of them goes through a norm of its own before `fc` (EAGLE-3.1).
+      norm_before_fc: all of them together go through one (speculators).
+      norm_output: the final norm's output is what the next step takes, not its input (EAGLE-3.1).
+      norm_before_residual: the first layer's attention is added to the normed hidden state.
       boundaries: what its `fc` was trained on; see `contracts.Boundaries`.
       has_embedding, has_head: whether it owns one or borrows the target's.
     """
@@ -121,10 +138,13 @@ class DraftConfig:
     draft_vocab_size: int
     hidden_size: int
     intermediate_size: int
+    num_hidden_layers: int = 1
     num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     rms_norm_eps: float
+    num_aux_hidden_states: int = 3
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    norm_output: bool = False
     norm_before_residual: bool
     rotary: RotaryConfig
     boundaries: Boundaries
@@ -135,6 +155,19 @@ class DraftConfig:
     def num_kept_candidates(self) -> int:
         """Candidates kept between steps, for trees of any shape."""
         return min(NUM_KEPT_CANDIDATES, self.draft_vocab_size)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaDraftConfig(DraftConfig):
+    """A draft with Llama's attention: keys and values of fewer heads than the queries, cached."""
+
+    num_key_value_heads: int
+    head_dim: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentDraftConfig(DraftConfig, LatentSizes):
+    """A draft with latent attention (MLA), as its target has; latents are cached."""
 
 
 @dataclasses.dataclass(frozen=True)

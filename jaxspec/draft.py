@@ -1,4 +1,11 @@
-"""The EAGLE-3 draft (Llama type): one decoder layer over the target's fused features.
+"""The EAGLE-3 draft: one decoder layer, or a few, over the target's fused features.
+
+    x = fc(norms?(features))                 or the recurrent hidden state
+    y = x + attention([input_norm(embedding), hidden_norm(x)])
+    z = y + mlp(post_norm(y))                further layers are ordinary ones, each reading z
+    logits = head(norm(z));  the next recurrent hidden state is z, or norm(z)
+
+The attention is Llama's or latent (MLA), and the cache is of its kind.
 
 Two entry points, and no third: `fuse` takes the target's features, always through `fc`; `recur`
 takes the draft's own hidden state, never through it. Which one is meant is said by the caller and
@@ -13,14 +20,23 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxspec.cache import KeyValues
-from jaxspec.collectives import add, all_logits, look_up
-from jaxspec.config import DraftConfig, Numerics
+from jaxspec.cache import DraftCache, Stripe
+from jaxspec.collectives import add, all_logits, look_up, stripe_of
+from jaxspec.config import DraftConfig, LatentDraftConfig, LlamaDraftConfig, Numerics
 from jaxspec.contracts import Features, TargetIds, VocabMap
 from jaxspec.dims import typed
-from jaxspec.kernels.gqa_attention import gqa_attention
-from jaxspec.layers import GatedMlp, RMSNorm, full_f32, rotary_angles, rotate, weight
-from jaxspec.mla import Pass
+from jaxspec.gqa import GroupedAttention, empty_key_values
+from jaxspec.layers import (
+    GatedMlp,
+    RMSNorm,
+    full_f32,
+    rms_norm,
+    rotary_angles,
+    scan_layers,
+    stack_layers,
+    weight,
+)
+from jaxspec.mla import LatentAttention, Pass, empty_latents
 
 __all__ = ["Borrowed", "Draft", "DraftPass"]
 
@@ -43,58 +59,58 @@ class DraftPass:
     """What one pass over the draft gives.
 
     Attributes:
-      recurrent: the pre-norm output, which `recur` takes at the next level.
-      rows: this call's rows for the draft's cache, [1,N,B,T,H].
+      recurrent: what `recur` takes at the next level: the final norm's input, or its output where
+        the config has `norm_output`.
+      rows: this call's rows for the draft's cache, [L,...].
     """
 
     recurrent: Float[Array, "B T D"]
-    rows: KeyValues
+    rows: DraftCache
 
 
-class DraftAttention(nnx.Module):
-    """Attention whose queries, keys and values read [embedding, hidden], 2 D wide."""
+class FeatureNorm(nnx.Module):
+    """RMSNorm of the features before `fc`: of each of `chunks`, or, with one, of all together."""
 
-    def __init__(self, config: DraftConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        c = config
-        self.query = weight(rngs, dtype, 2 * c.hidden_size, c.num_attention_heads, c.head_dim)
-        self.key = weight(rngs, dtype, 2 * c.hidden_size, c.num_key_value_heads, c.head_dim)
-        self.value = weight(rngs, dtype, 2 * c.hidden_size, c.num_key_value_heads, c.head_dim)
-        self.out = weight(rngs, dtype, c.num_attention_heads, c.head_dim, c.hidden_size)
-        self.config = config
+    def __init__(self, chunks: int, width: int, eps: float, dtype: jnp.dtype) -> None:
+        self.weight = nnx.Param(jnp.ones((chunks, width), dtype))
+        self.eps = eps
 
     @typed
-    def __call__(
-        self, x_BTA: Float[Array, "B T A"], at: Pass, cache: KeyValues, earlier: KeyValues | None
-    ) -> tuple[Float[Array, "B T D"], KeyValues]:
-        """The output before the residual, and this call's rows.
+    def __call__(self, x_BTG: Float[Array, "B T G"]) -> Float[Array, "B T G"]:
+        weight_KA = self.weight[...]
+        chunks_BTKA = x_BTG.reshape(*x_BTG.shape[:2], *weight_KA.shape)
+        return rms_norm(chunks_BTKA, weight_KA, self.eps).reshape(x_BTG.shape)
 
-        Args:
-          cache: committed rows, read-only.
-          earlier: scratch rows of earlier calls of this step, [1,N,B,T',H]; `at.sees` then
-            covers them first and this call's rows after them.
-        """
-        angles = rotary_angles(self.config.rotary, at.pos)
-        kind = self.config.rotary.kind
 
-        def project(kernel: nnx.Param) -> jax.Array:
-            return jnp.einsum("bta,anh->btnh", x_BTA, kernel[...])
+class LaterLayer(nnx.Module):
+    """A layer after the first: an ordinary decoder layer, which no embedding enters."""
 
-        q_BTNH = rotate(project(self.query), angles, kind)
-        rows = jax.tree.map(
-            lambda x_BTNH: jnp.moveaxis(x_BTNH, 2, 0)[None],
-            KeyValues(rotate(project(self.key), angles, kind), project(self.value)),
-        )
-        seen = rows
-        if earlier is not None:
-            seen = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=-2), earlier, rows)
-        mixed_BTNH = gqa_attention(
-            q_BTNH, cache.key, cache.value, 0, at.kv_len, seen.key[0], seen.value[0], at.sees
-        )
-        return jnp.einsum("btnh,nhd->btd", mixed_BTNH, self.out[...]), rows
+    def __init__(self, config: DraftConfig, numerics: Numerics, rngs: nnx.Rngs) -> None:
+        c, dtype = config, numerics.jnp_dtype
+        self.input_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
+        self.attention = _attention(config, numerics, rngs, c.hidden_size)
+        self.post_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
+        self.mlp = GatedMlp(c.hidden_size, c.intermediate_size, dtype, rngs)
+
+
+def _feature_norm(config: DraftConfig, width: int, dtype: jnp.dtype) -> FeatureNorm | None:
+    """The norm of features so wide in total, where the config has one."""
+    if not (config.fc_norm or config.norm_before_fc):
+        return None
+    chunks = config.num_aux_hidden_states if config.fc_norm else 1
+    return FeatureNorm(chunks, width // chunks, config.rms_norm_eps, dtype)
+
+
+def _attention(config: DraftConfig, numerics: Numerics, rngs: nnx.Rngs, in_features: int) -> Any:
+    """The attention of the config's kind, whose cache is the one that `empty_cache` gives."""
+    if isinstance(config, LatentDraftConfig):
+        return LatentAttention(config, numerics, rngs, in_features)
+    assert isinstance(config, LlamaDraftConfig), "there are these two kinds"
+    return GroupedAttention(config, numerics, rngs, in_features)
 
 
 class Draft(nnx.Module):
-    """`fc`, one decoder layer, norm and head; embedding and head its own or the target's.
+    """`fc`, decoder layers, norm and head; embedding and head its own or the target's.
 
     `identity` names the weights (`name@fingerprint`) in reports.
     """
@@ -108,12 +124,17 @@ class Draft(nnx.Module):
     ) -> None:
         c, dtype = config, numerics.jnp_dtype
         width, eps = c.hidden_size, c.rms_norm_eps
-        self.fc = weight(rngs, dtype, c.boundaries.total_width, width)
+        features = c.num_aux_hidden_states * c.boundaries.width
+        self.feature_norm = _feature_norm(config, features, dtype)
+        self.fc = weight(rngs, dtype, features, width)
         self.input_norm = RMSNorm(width, eps, dtype)
         self.hidden_norm = RMSNorm(width, eps, dtype)
-        self.attention = DraftAttention(config, dtype, rngs)
+        self.attention = _attention(config, numerics, rngs, 2 * width)
         self.post_norm = RMSNorm(width, eps, dtype)
         self.mlp = GatedMlp(width, c.intermediate_size, dtype, rngs)
+        self.later = stack_layers(
+            lambda rngs: LaterLayer(config, numerics, rngs), c.num_hidden_layers - 1, rngs
+        )
         self.norm = RMSNorm(width, eps, dtype)
         self.embed = weight(rngs, dtype, c.vocab_size, width) if c.has_embedding else None
         self.head = weight(rngs, dtype, width, c.draft_vocab_size) if c.has_head else None
@@ -124,15 +145,23 @@ class Draft(nnx.Module):
     def vocab_map(self) -> VocabMap:
         return VocabMap(self.target_of_draft[...], self.config.vocab_size)
 
-    def empty_cache(self, batch: int, slots: int) -> KeyValues:
+    def empty_cache(self, batch: int, slots: int) -> DraftCache:
         """A cache with room for `slots` tokens of each sequence; its contents mean nothing yet."""
-        c, dtype = self.config, self.numerics.jnp_dtype
-        shape = (1, c.num_key_value_heads, batch, slots, c.head_dim)
-        return KeyValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        c, rows = self.config, (self.config.num_hidden_layers, batch, slots)
+        if isinstance(c, LatentDraftConfig):
+            return empty_latents(c, self.numerics, *rows)
+        assert isinstance(c, LlamaDraftConfig), "there are these two kinds"
+        return empty_key_values(c, self.numerics, *rows)
+
+    @property
+    def stripe(self) -> Stripe | None:
+        """The slots of the cache that this device holds, for `cache.commit`; None is all."""
+        is_latent = isinstance(self.config, LatentDraftConfig)
+        return stripe_of(self.numerics.mesh) if is_latent else None
 
     @full_f32
     def fuse(
-        self, features: Features, tokens: TargetIds, at: Pass, cache: KeyValues, target: Borrowed
+        self, features: Features, tokens: TargetIds, at: Pass, cache: DraftCache, target: Borrowed
     ) -> DraftPass:
         """One pass over rows that pair the features of a position with the token after it.
 
@@ -141,7 +170,9 @@ class Draft(nnx.Module):
         """
         features_BTG = features.require(self.config.boundaries, "draft.fuse")
         ids_BT = TargetIds.require(tokens, self.config.vocab_size, "draft.fuse")
-        return self._layer(features_BTG @ self.fc[...], ids_BT, at, cache, None, target)
+        if self.feature_norm is not None:
+            features_BTG = self.feature_norm(features_BTG)
+        return self._layers(features_BTG @ self.fc[...], ids_BT, at, cache, None, target)
 
     @full_f32
     def recur(
@@ -149,26 +180,26 @@ class Draft(nnx.Module):
         recurrent_BTD: Float[Array, "B T D"],
         tokens: TargetIds,
         at: Pass,
-        cache: KeyValues,
-        earlier: KeyValues,
+        cache: DraftCache,
+        earlier: DraftCache,
         target: Borrowed,
     ) -> DraftPass:
         """One pass over rows that pair the draft's own hidden state with the token it proposed.
 
         Args:
-          earlier: scratch rows of the levels above; see `DraftAttention`.
+          earlier: scratch rows of the levels above; see `LatentAttention`.
         """
         ids_BT = TargetIds.require(tokens, self.config.vocab_size, "draft.recur")
-        return self._layer(recurrent_BTD, ids_BT, at, cache, earlier, target)
+        return self._layers(recurrent_BTD, ids_BT, at, cache, earlier, target)
 
     @typed
-    def _layer(
+    def _layers(
         self,
         hidden_BTD: Float[Array, "B T D"],
         ids_BT: Int[Array, "B T"],
         at: Pass,
-        cache: KeyValues,
-        earlier: KeyValues | None,
+        cache: DraftCache,
+        earlier: DraftCache | None,
         target: Borrowed,
     ) -> DraftPass:
         table_VD = target.embed if self.embed is None else self.embed[...]
@@ -176,11 +207,25 @@ class Draft(nnx.Module):
         embedding_BTD = self.input_norm(look_up(table_VD, ids_BT, mesh))
         normed_BTD = self.hidden_norm(hidden_BTD)
         residual_BTD = normed_BTD if self.config.norm_before_residual else hidden_BTD
-        y_BTD, rows = self.attention(
-            jnp.concatenate([embedding_BTD, normed_BTD], axis=-1), at, cache, earlier
+        angles = rotary_angles(self.config.rotary, at.pos)
+        y_BTD, first = self.attention(
+            jnp.concatenate([embedding_BTD, normed_BTD], axis=-1), at, angles, cache, 0, earlier
         )
         x_BTD = add(residual_BTD, y_BTD, mesh=mesh)
-        return DraftPass(add(x_BTD, self.mlp(self.post_norm(x_BTD)), mesh=mesh), rows)
+        x_BTD = add(x_BTD, self.mlp(self.post_norm(x_BTD)), mesh=mesh)
+        rows = jax.tree.map(lambda row: row[None], first)
+
+        def later(x_BTD: jax.Array, layer: Any, index: jax.Array, _: jax.Array) -> Any:
+            y_BTD, rows = layer.attention(
+                layer.input_norm(x_BTD), at, angles, cache, index, earlier
+            )
+            x_BTD = add(x_BTD, y_BTD, mesh=mesh)
+            return add(x_BTD, layer.mlp(layer.post_norm(x_BTD)), mesh=mesh), rows
+
+        if self.later is not None:
+            x_BTD, others = scan_layers(later, x_BTD, self.later, 1)
+            rows = jax.tree.map(lambda *stacks: jnp.concatenate(stacks), rows, others)
+        return DraftPass(self.norm(x_BTD) if self.config.norm_output else x_BTD, rows)
 
     @full_f32
     @typed
@@ -189,5 +234,6 @@ class Draft(nnx.Module):
     ) -> Float[Array, "B T U"]:
         """Logits over the draft's vocabulary, f32."""
         head_DU = target.head if self.head is None else self.head[...]
-        logits = jnp.matmul(self.norm(recurrent_BTD), head_DU, preferred_element_type=jnp.float32)
+        normed_BTD = recurrent_BTD if self.config.norm_output else self.norm(recurrent_BTD)
+        logits = jnp.matmul(normed_BTD, head_DU, preferred_element_type=jnp.float32)
         return all_logits(logits, self.numerics.mesh)

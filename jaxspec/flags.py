@@ -8,6 +8,7 @@ import typer
 from jaxspec.aliases import CacheLayout, Convention, Dtype
 
 __all__ = [
+    "DEFAULT_TREE",
     "CacheFlag",
     "CaptureFlag",
     "ChatFlag",
@@ -15,6 +16,7 @@ __all__ = [
     "ConventionFlag",
     "CoordinatorFlag",
     "DraftFlag",
+    "DraftRotaryFlag",
     "DtypeFlag",
     "JoinTimeoutFlag",
     "JsonFlag",
@@ -27,6 +29,8 @@ __all__ = [
     "ThinkingFlag",
     "TokensFlag",
 ]
+
+DEFAULT_TREE = "3x1x4"
 
 TargetFlag = Annotated[
     str | None,
@@ -61,6 +65,15 @@ ConventionFlag = Annotated[
         "--capture-convention",
         help="Whether the draft's own ids mean the state before or after a layer. Default: what "
         "its checkpoint says.",
+    ),
+]
+DraftRotaryFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-rotary",
+        metavar="JSON",
+        help="The draft's rope_theta, rope_scaling (null: none) or rope_interleave, where its "
+        "config.json is known to be wrong. Default: what that says.",
     ),
 ]
 DtypeFlag = Annotated[

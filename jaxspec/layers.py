@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,11 @@ __all__ = [
     "RMSNorm",
     "full_f32",
     "inverse_frequencies",
+    "rms_norm",
     "rotary_angles",
     "rotate",
+    "scan_layers",
+    "stack_layers",
     "weight",
 ]
 
@@ -50,10 +54,15 @@ class RMSNorm(nnx.Module):
     @typed
     def __call__(self, x: Float[Array, "*B width"]) -> Float[Array, "*B width"]:
         """The normalised states, in x's dtype."""
-        x_f32 = x.astype(jnp.float32)
-        scale = jax.lax.rsqrt(jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True) + self.eps)
-        weight = self.weight[...].astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
-        return (x_f32 * scale * weight).astype(x.dtype)
+        return rms_norm(x, self.weight[...], self.eps)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """What `RMSNorm` gives; `weight` is of the last axes."""
+    x_f32 = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True) + eps)
+    weight = weight.astype(jnp.float32).reshape((1,) * (x.ndim - weight.ndim) + weight.shape)
+    return (x_f32 * scale * weight).astype(x.dtype)
 
 
 class GatedMlp(nnx.Module):
@@ -69,6 +78,27 @@ class GatedMlp(nnx.Module):
         """The block's output, before the residual is added."""
         gate_BTF, up_BTF = x_BTD @ self.gate[...], x_BTD @ self.up[...]
         return (jax.nn.silu(gate_BTF) * up_BTF) @ self.down[...]
+
+
+def stack_layers(make: Callable[[nnx.Rngs], nnx.Module], depth: int, rngs: nnx.Rngs) -> Any:
+    """`depth` layers of a kind as one whose parameters lead with the layer axis; None for none."""
+    if not depth:
+        return None
+    return nnx.split_rngs(splits=depth)(nnx.vmap(in_axes=(0,))(make))(rngs)
+
+
+def scan_layers(
+    body: Callable[..., tuple[Any, Any]], carry: Any, stack: nnx.Module, first_layer: int
+) -> tuple[Any, Any]:
+    """`lax.scan` of body(carry, layer, index in the model, index in the stack) over a stack."""
+    graph, params = nnx.split(stack)
+    depth = jax.tree.leaves(params)[0].shape[0]
+
+    def step(carry: Any, xs: Any) -> tuple[Any, Any]:
+        params, index = xs
+        return body(carry, nnx.merge(graph, params), index + first_layer, index)
+
+    return jax.lax.scan(step, carry, (params, jnp.arange(depth)))
 
 
 def inverse_frequencies(config: RotaryConfig) -> np.ndarray:

@@ -7,17 +7,18 @@ mixture of values is v_up of the mixture of latents. Nothing per head is ever ca
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache import Latents
-from jaxspec.collectives import attend_latents
-from jaxspec.config import Numerics, TargetConfig
+from jaxspec.collectives import attend_latents, padded_slots
+from jaxspec.config import LatentSizes, Numerics
 from jaxspec.dims import typed
 from jaxspec.layers import RMSNorm, rotate, weight
 
-__all__ = ["LatentAttention", "Pass"]
+__all__ = ["LatentAttention", "Pass", "empty_latents"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,15 +39,25 @@ class Pass:
 
 
 class LatentAttention(nnx.Module):
-    """One layer's attention."""
+    """One layer's attention.
 
-    def __init__(self, config: TargetConfig, numerics: Numerics, rngs: nnx.Rngs) -> None:
-        c, dtype = config, numerics.jnp_dtype
+    Args:
+      in_features: width of what it reads; None is `hidden_size`, the width of what it gives.
+    """
+
+    def __init__(
+        self,
+        config: LatentSizes,
+        numerics: Numerics,
+        rngs: nnx.Rngs,
+        in_features: int | None = None,
+    ) -> None:
+        c, dtype, width = config, numerics.jnp_dtype, in_features or config.hidden_size
         heads, nope, rope = c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim
-        self.q_a = weight(rngs, dtype, c.hidden_size, c.q_lora_rank)
+        self.q_a = weight(rngs, dtype, width, c.q_lora_rank)
         self.q_a_norm = RMSNorm(c.q_lora_rank, c.latent_norm_eps, dtype)
         self.q_b = weight(rngs, dtype, c.q_lora_rank, heads, nope + rope)
-        self.kv_a = weight(rngs, dtype, c.hidden_size, c.kv_lora_rank + rope)
+        self.kv_a = weight(rngs, dtype, width, c.kv_lora_rank + rope)
         self.kv_a_norm = RMSNorm(c.kv_lora_rank, c.latent_norm_eps, dtype)
         self.k_up = weight(rngs, dtype, heads, nope, c.kv_lora_rank)
         self.v_up = weight(rngs, dtype, heads, c.kv_lora_rank, c.v_head_dim)
@@ -56,27 +67,35 @@ class LatentAttention(nnx.Module):
     @typed
     def __call__(
         self,
-        x_BTD: Float[Array, "B T D"],
+        x_BTA: Float[Array, "B T A"],
         at: Pass,
         angles: tuple[Float[Array, "B T half"], Float[Array, "B T half"]],
         cache: Latents,
-        layer: Int[Array, ""],
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T C"], Float[Array, "B T R"]]:
-        """The output before the residual, and this call's rows for the cache: latent, rotary.
+        layer: Int[Array, ""] | int,
+        earlier: Latents | None = None,
+    ) -> tuple[Float[Array, "B T D"], Latents]:
+        """The output before the residual, and this call's rows of this layer: [B,T,C], [B,T,R].
 
         On a mesh the output is of this device's heads, and `collectives.add` sums it.
 
         Args:
           cache: of all layers, read-only; `layer` is read.
+          earlier: scratch rows of earlier calls of this step, [L,B,T',.]; `at.sees` then covers
+            them first and this call's rows after them.
         """
         c = self.config
-        q_BTNA = jnp.einsum("btq,qna->btna", self.q_a_norm(x_BTD @ self.q_a[...]), self.q_b[...])
+        q_BTNA = jnp.einsum("btq,qna->btna", self.q_a_norm(x_BTA @ self.q_a[...]), self.q_b[...])
         q_nope_BTNH, q_rope_BTNR = jnp.split(q_BTNA, [c.qk_nope_head_dim], axis=-1)
         q_latent_BTNC = jnp.einsum("btnh,nhc->btnc", q_nope_BTNH, self.k_up[...])
         q_rotary_BTNR = rotate(q_rope_BTNR, angles, c.rotary.kind)
-        latent_BTC, k_rope_BTR = jnp.split(x_BTD @ self.kv_a[...], [c.kv_lora_rank], axis=-1)
-        latent_BTC = self.kv_a_norm(latent_BTC)
+        latent_BTC, k_rope_BTR = jnp.split(x_BTA @ self.kv_a[...], [c.kv_lora_rank], axis=-1)
         rotary_BTR = rotate(k_rope_BTR[:, :, None], angles, c.rotary.kind)[:, :, 0]
+        rows = Latents(self.kv_a_norm(latent_BTC), rotary_BTR)
+        seen = rows
+        if earlier is not None:
+            seen = jax.tree.map(
+                lambda before, new: jnp.concatenate([before[layer], new], axis=-2), earlier, rows
+            )
         mixed_BTNC = attend_latents(
             self.numerics.mesh,
             q_latent_BTNC,
@@ -85,11 +104,20 @@ class LatentAttention(nnx.Module):
             cache.rotary,
             layer,
             at.kv_len,
-            latent_BTC,
-            rotary_BTR,
+            seen.latent,
+            seen.rotary,
             at.sees,
             scale=c.softmax_scale,
             implementation=self.numerics.implementation,
         )
         value_BTNO = jnp.einsum("btnc,nco->btno", mixed_BTNC, self.v_up[...])
-        return jnp.einsum("btno,nod->btd", value_BTNO, self.out[...]), latent_BTC, rotary_BTR
+        return jnp.einsum("btno,nod->btd", value_BTNO, self.out[...]), rows
+
+
+def empty_latents(config: LatentSizes, numerics: Numerics, *rows: int) -> Latents:
+    """A cache for [layers, sequences, slots]; its contents mean nothing yet."""
+    c, dtype, (layers, batch, slots) = config, numerics.jnp_dtype, rows
+    rows = (layers, batch, padded_slots(slots, numerics.mesh))
+    return Latents(
+        jnp.zeros((*rows, c.kv_lora_rank), dtype), jnp.zeros((*rows, c.qk_rope_head_dim), dtype)
+    )

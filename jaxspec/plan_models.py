@@ -7,7 +7,7 @@ from jaxspec.aliases import PathLike
 from jaxspec.checkpoint import locate
 from jaxspec.config import DraftConfig, MeshConfig, Numerics, TargetConfig, TreeConfig
 from jaxspec.convert.configs import read_target_config
-from jaxspec.convert.drafts import UNTIED, read_draft
+from jaxspec.convert.draft_configs import UNTIED, read_draft
 from jaxspec.convert.manifest import is_converted, read_manifest
 from jaxspec.convert.prepare import TargetCard, abstract_draft, abstract_target, tie
 from jaxspec.convert.problems import CheckpointError, Problems
@@ -80,7 +80,7 @@ def _draft_config(where: Path, target: Target) -> tuple[DraftConfig, str]:
         manifest = read_manifest(where)
         found, identity = manifest.config, manifest.identity
     else:
-        has_weights = any(where.glob("*.safetensors"))
+        has_weights = any(file.suffix in (".safetensors", ".bin") for file in where.iterdir())
         found, _ = read_draft(Source(where, needs_weights=has_weights), problems)
         identity = "eagle3@config"
         if not has_weights:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxspec.cache import KeyValues
+from jaxspec.cache import DraftCache
 from jaxspec.config import TreeConfig
 from jaxspec.contracts import DraftIds, TargetIds
 from jaxspec.dims import typed
@@ -66,7 +66,7 @@ def propose(
     seed: DraftSeed,
     root_B: Int[Array, "B"],
     length_B: Int[Array, "B"],
-    cache: KeyValues,
+    cache: DraftCache,
     target: Borrowed,
     shape: TreeConfig,
 ) -> Tree:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jaxspec.aliases import Progress
-from jaxspec.cache import KeyValues, Latents, commit
+from jaxspec.cache import DraftCache, Latents, commit
 from jaxspec.contracts import Boundaries, TargetIds
 from jaxspec.draft import Borrowed, Draft
 from jaxspec.errors import InputError
@@ -214,7 +214,7 @@ class _Reader:
     ) -> None:
         graph, self._params = nnx.split((target, draft))
 
-        def new_caches() -> tuple[Latents, KeyValues | None]:
+        def new_caches() -> tuple[Latents, DraftCache | None]:
             drafts = None if draft is None else draft.empty_cache(batch, slots)
             return target.empty_cache(batch, slots), drafts
 
@@ -277,7 +277,7 @@ def _chunk(graph, plan: _Plan, params, caches, tokens, lengths_B, start):
             shifted = TargetIds(jnp.where(is_last_BT, best_BT, tokens[:, 1:]), c.vocab_size)
             borrowed = Borrowed.of(target)
             drafted = draft.fuse(captured, shifted, at, draft_cache, borrowed)
-            draft_cache = commit(draft_cache, drafted.rows, *place)
+            draft_cache = commit(draft_cache, drafted.rows, *place, draft.stripe)
             arrays["draft.logits"] = draft.logits(drafted.recurrent, borrowed)
     return (target_cache, draft_cache), arrays
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxspec.config import MeshConfig, TreeConfig
+from jaxspec.config import MeshConfig, RotaryConfig, TreeConfig
 from jaxspec.draft import Draft
 from jaxspec.figures import accept_per_depth, ratio
 from jaxspec.generator import Generator, implementations
@@ -82,8 +82,8 @@ class GenerateReport:
       tree: its shape; None without a draft.
       target, draft: identity of the weights, `name@fingerprint`; None without a draft.
       capture: the boundaries that the target captured, and who asked for them; `draft_claim`,
-        what the draft states that it was trained on, and where that was read. None without a
-        draft.
+        what the draft states that it was trained on, and where that was read; `draft_rotary`, the
+        rotary embedding it ran with, its config's or the one asked for. None without a draft.
       device, dtype: what ran it, and in what.
       mesh: the devices that shared it, and how the target's cache lay on them; None for one.
       implementations: of the kernels that have several, by the kernel's name.
@@ -103,6 +103,7 @@ class GenerateReport:
     draft: str | None
     capture: str | None
     draft_claim: str | None
+    draft_rotary: RotaryConfig | None
     device: str
     dtype: str
     mesh: MeshConfig | None
@@ -147,6 +148,7 @@ class GenerateReport:
             "draft": self.draft,
             "capture": self.capture,
             "draft_claim": self.draft_claim,
+            "draft_rotary": self.draft_rotary and dataclasses.asdict(self.draft_rotary),
             "device": self.device,
             "dtype": self.dtype,
             "implementation": "+".join(sorted(set(self.implementations.values()))),
@@ -207,6 +209,7 @@ def report_of(
         draft=None if draft is None else draft.identity,
         capture=None if generator.capture is None else str(generator.capture),
         draft_claim=None if draft is None else str(draft.config.boundaries),
+        draft_rotary=None if draft is None else draft.config.rotary,
         device=jax.devices()[0].device_kind,
         dtype=target.numerics.dtype,
         mesh=target.numerics.mesh,

@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.config import DraftConfig, MeshConfig, TargetConfig
+from jaxspec.config import DraftConfig, LlamaDraftConfig, MeshConfig, TargetConfig
 from jaxspec.errors import InputError
 
 __all__ = [
@@ -75,6 +75,7 @@ AXES: dict[str, tuple[str | None, ...]] = {
     "hidden_norm.weight": (),
     "post_norm.weight": (),
     "norm.weight": (),
+    "feature_norm.weight": (),
     "fc": (),
     "target_of_draft": (),
     # Caches, state and inputs of the step.
@@ -273,17 +274,10 @@ def check_target(mesh: MeshConfig, config: TargetConfig) -> None:
 
 def check_draft(mesh: MeshConfig, config: DraftConfig) -> None:
     """Raises InputError for a draft whose layer a mesh does not cut evenly."""
-    _check(
-        mesh,
-        "draft",
-        {
-            "num_attention_heads": config.num_attention_heads,
-            "num_key_value_heads": config.num_key_value_heads,
-            "intermediate_size": config.intermediate_size,
-            "vocab_size": config.vocab_size,
-            "draft_vocab_size": config.draft_vocab_size,
-        },
-    )
+    names = ["num_attention_heads", "intermediate_size", "vocab_size", "draft_vocab_size"]
+    if isinstance(config, LlamaDraftConfig):
+        names.append("num_key_value_heads")
+    _check(mesh, "draft", {name: getattr(config, name) for name in names})
 
 
 def check_batch(mesh: MeshConfig, batch: int) -> None:

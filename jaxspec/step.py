@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from jaxspec.cache import KeyValues, Latents, commit
+from jaxspec.cache import DraftCache, Latents, commit
 from jaxspec.config import TreeConfig
 from jaxspec.contracts import Boundaries, TargetIds
 from jaxspec.dims import typed
@@ -96,7 +96,7 @@ class State:
     """
 
     target_cache: Latents
-    draft_cache: KeyValues | None
+    draft_cache: DraftCache | None
     seed: DraftSeed | None
     root: Any
     length: Any
@@ -373,7 +373,9 @@ def _with_draft_rows(
     is_bad_B = has_last_B & ~jnp.isfinite(recurrent_BD).all(1) & (state.status == Status.RUNNING)
     return dataclasses.replace(
         state,
-        draft_cache=commit(state.draft_cache, drafted.rows, rows_BP, start_B, count_B),
+        draft_cache=commit(
+            state.draft_cache, drafted.rows, rows_BP, start_B, count_B, draft.stripe
+        ),
         seed=_where(has_last_B, seed_from(draft, recurrent_BD, borrowed), state.seed),
         status=jnp.where(is_bad_B, Status.DRAFT_NOT_FINITE, state.status),
     )

@@ -9,12 +9,20 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxspec.cache import Latents, Stripe
-from jaxspec.collectives import add, all_logits, look_up, padded_slots, stripe_of
+from jaxspec.collectives import add, all_logits, look_up, stripe_of
 from jaxspec.config import Numerics, TargetConfig
 from jaxspec.contracts import Boundaries, ContractError, Features, TargetIds
 from jaxspec.dims import typed
-from jaxspec.layers import GatedMlp, RMSNorm, full_f32, rotary_angles, weight
-from jaxspec.mla import LatentAttention, Pass
+from jaxspec.layers import (
+    GatedMlp,
+    RMSNorm,
+    full_f32,
+    rotary_angles,
+    scan_layers,
+    stack_layers,
+    weight,
+)
+from jaxspec.mla import LatentAttention, Pass, empty_latents
 from jaxspec.moe import RoutedExperts, Router, Routing
 
 __all__ = ["Target", "TargetPass"]
@@ -74,8 +82,12 @@ class Target(nnx.Module):
     ) -> None:
         c, dtype = config, numerics.jnp_dtype
         self.embed = weight(rngs, dtype, c.vocab_size, c.hidden_size)
-        self.dense = _stack(DenseLayer, c.first_k_dense_replace, config, numerics, rngs)
-        self.sparse = _stack(SparseLayer, c.num_sparse_layers, config, numerics, rngs)
+        self.dense = stack_layers(
+            lambda rngs: DenseLayer(config, numerics, rngs), c.first_k_dense_replace, rngs
+        )
+        self.sparse = stack_layers(
+            lambda rngs: SparseLayer(config, numerics, rngs), c.num_sparse_layers, rngs
+        )
         self.experts = RoutedExperts(config, numerics, rngs)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
         self.head = weight(rngs, dtype, c.hidden_size, c.vocab_size)
@@ -105,10 +117,8 @@ class Target(nnx.Module):
 
     def empty_cache(self, batch: int, slots: int) -> Latents:
         """A cache with room for `slots` tokens of each sequence; its contents mean nothing yet."""
-        c, dtype = self.config, self.numerics.jnp_dtype
-        rows = (c.num_hidden_layers, batch, padded_slots(slots, self.numerics.mesh))
-        return Latents(
-            jnp.zeros((*rows, c.kv_lora_rank), dtype), jnp.zeros((*rows, c.qk_rope_head_dim), dtype)
+        return empty_latents(
+            self.config, self.numerics, self.config.num_hidden_layers, batch, slots
         )
 
     @property
@@ -149,11 +159,8 @@ class Target(nnx.Module):
 
         def attend(layer: Any, x_BTD: jax.Array, index: jax.Array) -> tuple[jax.Array, Latents]:
             with jax.named_scope("attention"):
-                y_BTD, latent, rotary = layer.attention(
-                    layer.input_norm(x_BTD), at, angles, cache, index
-                )
-                x_BTD = add(x_BTD, y_BTD, mesh=mesh)
-            return x_BTD, Latents(latent, rotary)
+                y_BTD, rows = layer.attention(layer.input_norm(x_BTD), at, angles, cache, index)
+                return add(x_BTD, y_BTD, mesh=mesh), rows
 
         def dense(carry, layer, index, _):
             x_BTD, captured_KBTD = carry
@@ -177,8 +184,10 @@ class Target(nnx.Module):
         num_dense = c.first_k_dense_replace
         dense_rows = ()
         if num_dense:
-            carry, dense_rows = _scan(dense, carry, self.dense, 0)
-        carry, (sparse_rows, expert_LBTX, margin_LBT) = _scan(sparse, carry, self.sparse, num_dense)
+            carry, dense_rows = scan_layers(dense, carry, self.dense, 0)
+        carry, (sparse_rows, expert_LBTX, margin_LBT) = scan_layers(
+            sparse, carry, self.sparse, num_dense
+        )
         x_BTD, captured_KBTD = carry
         captured_KBTD = captured_KBTD.at[slot_of[-1]].set(x_BTD)
         parts = (*dense_rows, sparse_rows)
@@ -205,28 +214,3 @@ class Target(nnx.Module):
             return routing
         nobody = self.config.n_routed_experts
         return routing._replace(expert=jnp.where(at.is_real[:, :, None], routing.expert, nobody))
-
-
-def _stack(kind: type, depth: int, config: TargetConfig, numerics: Numerics, rngs: nnx.Rngs):
-    """`depth` layers of a kind as one module whose parameters lead with the layer axis."""
-    if not depth:
-        return None
-
-    @nnx.split_rngs(splits=depth)
-    @nnx.vmap(in_axes=(0,))
-    def make(rngs: nnx.Rngs) -> nnx.Module:
-        return kind(config, numerics, rngs)
-
-    return make(rngs)
-
-
-def _scan(body, carry, stack, first_layer: int):
-    """`lax.scan` of body(carry, layer, index in the model, index in the stack) over a stack."""
-    graph, params = nnx.split(stack)
-    depth = jax.tree.leaves(params)[0].shape[0]
-
-    def step(carry, xs):
-        params, index = xs
-        return body(carry, nnx.merge(graph, params), index + first_layer, index)
-
-    return jax.lax.scan(step, carry, (params, jnp.arange(depth)))

@@ -9,7 +9,13 @@ import dataclasses
 import numpy as np
 from flax import nnx
 
-from jaxspec.config import MeshConfig, TreeConfig
+from jaxspec.config import (
+    DraftConfig,
+    LatentDraftConfig,
+    LlamaDraftConfig,
+    MeshConfig,
+    TreeConfig,
+)
 from jaxspec.draft import Draft
 from jaxspec.sharding import held_bytes
 from jaxspec.target import Target
@@ -176,15 +182,30 @@ def _draft(
     target: Target, draft: Draft, mesh: MeshConfig, tree: TreeConfig, batch: int, kv_len: int
 ) -> Work:
     """`levels - 1` passes over the beams, and one over the accepted path, with the features."""
-    c, itemsize = draft.config, draft.numerics.jnp_dtype.itemsize
+    itemsize = draft.numerics.jnp_dtype.itemsize
     held = held_bytes(nnx.state(draft), mesh)
-    layer = sum(size for name, size in held.items() if name.startswith(("attention.", "mlp.")))
+    in_layers = ("attention.", "mlp.", "later.")
+    layers = sum(size for name, size in held.items() if name.startswith(in_layers))
     head = held.get("head") or held_bytes(nnx.state(target), mesh)["head"]
-    cache = 2 * batch * kv_len * c.num_key_value_heads // mesh.model * c.head_dim
+    cache, products = _draft_attention(draft.config, mesh)
     beams, path = batch * tree.branches, batch * (tree.levels + 1)
     passed = (tree.levels - 1) * beams + path
-    scores = cache * (c.num_attention_heads // c.num_key_value_heads) / batch
-    flops = passed * (layer / itemsize + scores) + path * held["fc"] / itemsize
+    flops = passed * (layers / itemsize + products * kv_len) + path * held["fc"] / itemsize
     flops += ((tree.levels - 1) * beams + batch) * head / itemsize
-    num_bytes = tree.levels * (layer + head + cache * itemsize) + held["fc"]
-    return Work(num_bytes, MULTIPLY_ADD * flops)
+    read = layers + head + batch * kv_len * cache * itemsize
+    return Work(tree.levels * read + held["fc"], MULTIPLY_ADD * flops)
+
+
+def _draft_attention(c: DraftConfig, mesh: MeshConfig) -> tuple[float, float]:
+    """Of one cached token, in all layers: values that a device holds, and the products of scores
+    and mixture with one query."""
+    layers, heads = c.num_hidden_layers, c.num_attention_heads / mesh.model
+    if isinstance(c, LatentDraftConfig):
+        held = c.kv_lora_rank + c.qk_rope_head_dim
+        slots = mesh.model if mesh.cache == "slots" else 1
+        return layers * held / slots, layers * heads * (held + c.kv_lora_rank)
+    assert isinstance(c, LlamaDraftConfig), "there are these two kinds"
+    return (
+        layers * 2 * c.num_key_value_heads / mesh.model * c.head_dim,
+        layers * 2 * heads * c.head_dim,
+    )

@@ -3,7 +3,14 @@
 import jax
 from flax import nnx
 
-from jaxspec.config import DraftConfig, Numerics, RotaryConfig, TargetConfig, Yarn
+from jaxspec.config import (
+    LatentDraftConfig,
+    LlamaDraftConfig,
+    Numerics,
+    RotaryConfig,
+    TargetConfig,
+    Yarn,
+)
 from jaxspec.contracts import Boundaries
 from jaxspec.draft import Draft
 from jaxspec.target import Target
@@ -51,7 +58,7 @@ def abstract_draft(
 ) -> Draft:
     """A Llama-type draft as the public ones for Kimi are."""
     numerics = numerics or Numerics()
-    config = DraftConfig(
+    config = LlamaDraftConfig(
         vocab_size=163840,
         draft_vocab_size=draft_vocab_size,
         hidden_size=7168,
@@ -65,6 +72,32 @@ def abstract_draft(
         boundaries=Boundaries(IDENTITY, boundaries, 7168, "tests/full_size.py"),
         has_embedding=False,
         has_head=draft_vocab_size != 163840,
+    )
+    return nnx.eval_shape(lambda: Draft(config, numerics, nnx.Rngs(0)))
+
+
+def abstract_latent_draft(numerics: Numerics) -> Draft:
+    """A draft as lightseek's EAGLE-3.1 ones with latent attention are."""
+    config = LatentDraftConfig(
+        vocab_size=163840,
+        draft_vocab_size=163840,
+        hidden_size=7168,
+        intermediate_size=18432,
+        num_attention_heads=64,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        rms_norm_eps=1e-5,
+        latent_norm_eps=1e-5,
+        fc_norm=True,
+        norm_output=True,
+        norm_before_residual=False,
+        rotary=RotaryConfig(64, 50000.0, "pairs", Yarn(64.0, 4096, 1.0, 1.0, 1.0, 1.0)),
+        boundaries=Boundaries(IDENTITY, (2, 30, 58), 7168, "tests/full_size.py"),
+        has_embedding=True,
+        has_head=True,
     )
     return nnx.eval_shape(lambda: Draft(config, numerics, nnx.Rngs(0)))
 

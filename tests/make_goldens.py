@@ -11,6 +11,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors.numpy import save_file
+
 from tests import torch_reference as reference
 
 
@@ -36,15 +38,26 @@ def greedy(folder: Path, out: Path) -> object:
     return reference.make_greedy_record(reference.MINI_TARGET, reference.prompt_ids(), out)
 
 
+def torch_file(folder: Path, out: Path) -> object:
+    """How the file that torch saved is made."""
+    from tests.test_torch_file import ARRAYS
+
+    save_file(ARRAYS, folder / "arrays.safetensors")
+    return reference.save_torch(folder / "arrays.safetensors", out)
+
+
 GOLDENS: dict[str, Callable[[Path, Path], object]] = {
     "tiny-kimi": target("tiny-kimi"),
     "tiny-kimi-bfloat16": target("tiny-kimi", "--expert-product", "bfloat16"),
     "tiny-deepseek": target("tiny-deepseek"),
     "tiny-draft": draft("tiny-draft", "tiny-kimi"),
     "tiny-draft-normed": draft("tiny-draft-normed", "tiny-kimi"),
+    "tiny-specforge": draft("tiny-specforge", "tiny-kimi"),
+    "tiny-speculators": draft("tiny-speculators", "tiny-kimi"),
     "mini-target": target("mini-target"),
     "mini-draft": draft("mini-draft", "mini-target"),
     "mini-greedy": greedy,
+    "torch-file": torch_file,
 }
 
 
@@ -53,7 +66,8 @@ def main(names: list[str]) -> None:
         raise SystemExit(f"no golden file is named {sorted(unknown)}; known: {', '.join(GOLDENS)}")
     for name in names or GOLDENS:
         with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / f"{name}.safetensors"
+            kind = "bin" if name == "torch-file" else "safetensors"
+            out = Path(folder) / f"{name}.{kind}"
             GOLDENS[name](Path(folder), out)
             kept = reference.GOLDEN / out.name
             kept.write_bytes(out.read_bytes())

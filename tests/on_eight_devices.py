@@ -2,10 +2,13 @@
 
     python -m tests.on_eight_devices '["loading", ["1x8", "replicated"], ["2x4", "slots"]]'
 
+With "latent" among them the draft is one with latent attention.
+
 The number of devices is settled when jax starts, so this runs in a process of its own, which
 `test_sharding.py` starts; it judges nothing itself.
 """
 
+import functools
 import json
 import os
 import sys
@@ -18,7 +21,7 @@ import numpy as np
 from flax import nnx
 
 from jaxspec.ceiling import accept_ceiling
-from jaxspec.checkpoint import load_target
+from jaxspec.checkpoint import load_draft, load_target
 from jaxspec.config import MeshConfig, Numerics, TreeConfig
 from jaxspec.convert.write import convert
 from jaxspec.draft import Draft
@@ -28,7 +31,7 @@ from jaxspec.recording import record
 from jaxspec.requests import Request
 from jaxspec.sharding import Devices
 from jaxspec.target import Target
-from tests import make_checkpoint, tiny
+from tests import draft_kinds, make_checkpoint, tiny
 from tests.reference.target import ReferenceTarget
 
 TARGET = tiny.TARGET_CONFIG | {"vocab_size": 48, "num_attention_heads": 8, "n_routed_experts": 16}
@@ -60,6 +63,19 @@ def models(reference: ReferenceTarget, mesh: MeshConfig | None) -> tuple[Target,
     claim = target.boundaries(tiny.BOUNDARIES, "tests/on_eight_devices.py")
     tensors = tiny.related_draft_tensors(DRAFT, reference)
     return target, tiny.draft_module(tensors, tiny.draft_config(DRAFT, claim), numerics)
+
+
+def latent_models(mesh: MeshConfig | None) -> tuple[Target, Draft]:
+    """The same target, and a random draft of two layers with latent attention."""
+    numerics = Numerics(dtype="float32", mesh=mesh)
+    target = tiny.target_module(tiny.target_tensors(TARGET), TARGET, numerics)
+    config, _ = draft_kinds.modelopt_mla()
+    config |= {"vocab_size": 48, "draft_vocab_size": 48}
+    config |= {"num_attention_heads": 8, "num_key_value_heads": 8}
+    tensors = draft_kinds.tensors_of(config, num_layers=2, first="layers.0.")
+    with tempfile.TemporaryDirectory() as name:
+        directory = make_checkpoint.write(Path(name), config, tensors)
+        return target, load_draft(directory, numerics, target=target)
 
 
 def facts(target: Target, draft: Draft) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -160,17 +176,20 @@ def main() -> None:
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     reference = ReferenceTarget(tiny.target_tensors(TARGET), TARGET)
-    alone, said = facts(*models(reference, None))
-    told = {"alone": alone}
+    told: dict[str, Any] = {}
     asked = json.loads(sys.argv[1])
     if "loading" in asked:
         asked.remove("loading")
         told["loading"] = loading()
-    if "ceiling" in asked:
-        asked.remove("ceiling")
+    has_ceiling = "ceiling" in asked
+    make = latent_models if "latent" in asked else functools.partial(models, reference)
+    asked = [run for run in asked if run not in ("ceiling", "latent")]
+    alone, said = facts(*make(None))
+    told["alone"] = alone
+    if has_ceiling:
         told["ceiling"] = ceilings(reference, alone["tokens"])
     for text, cache in asked:
-        found, also_said = facts(*models(reference, MeshConfig.parse(text, cache)))
+        found, also_said = facts(*make(MeshConfig.parse(text, cache)))
         assert also_said.keys() == said.keys()
         found["differences"] = {
             name: float(np.abs(also_said[name].astype(np.float64) - array).max())

@@ -1,8 +1,11 @@
-"""The draft against speculators' Eagle3DraftModel, in f32, from the same directory.
+"""Drafts against speculators' Eagle3DraftModel, in f32, from the same directory.
+
+EAGLE-3.1's norms, the norm before `fc`, two and three boundaries, YaRN and three layers are in
+`tiny-specforge` and `tiny-speculators`.
 
 The first depth (`fuse`) over every position of a sequence, and recurrent steps (`recur`) from every
 position at once, each row seeing the rows of the first depth up to its own and its own chain:
-pre-norm output and logits agree within 1e-5 per row (norm-wise).
+what is handed on and logits agree within 1e-5 per row (norm-wise).
 """
 
 import jax
@@ -23,11 +26,15 @@ TOLERANCE = 1e-5
 TARGET_OF = {
     "tiny-draft": "tiny-kimi",
     "tiny-draft-normed": "tiny-kimi",
+    "tiny-specforge": "tiny-kimi",
+    "tiny-speculators": "tiny-kimi",
     "mini-draft": "mini-target",
 }
+SLOW = ("tiny-specforge", "tiny-speculators")
+"""`test_draft_kinds.py` has them against numpy, among the tests that always run."""
 
 
-@pytest.fixture(scope="module", params=torch_reference.each_source(TARGET_OF))
+@pytest.fixture(scope="module", params=torch_reference.each_source(TARGET_OF, SLOW))
 def case(request, tmp_path_factory) -> tuple[Target, Draft, Record]:
     """A draft's target, the draft, and speculators' record of it."""
     source, name = request.param

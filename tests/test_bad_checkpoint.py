@@ -344,13 +344,6 @@ def test_files(tmp_path, case):
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_pickled_weights_are_never_read(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"only pytorch_model\.bin, a pickle"):
-        load_target(tmp_path)
-
-
 def test_no_such_directory():
     with pytest.raises(CheckpointError, match="no such directory, and no such repository"):
         locate("no/where")
@@ -395,7 +388,7 @@ DRAFT_CASES = {
     "no fc": (remove("fc.weight"), ["fc.weight is missing", "[64, 192]"]),
     "fc of one state": (
         edit("fc.weight", lambda w: w[:, :64]),
-        ["fc.weight", "[64, 64]", "[64, 192]"],
+        ["[0, 1, 3], convention 'after'", "3 boundaries of 64", "192 wide", "fc.weight takes 64"],
     ),
     "no layer": (
         lambda config, tensors: [tensors.pop(name) for name in list(tensors) if "mid" in name],
@@ -418,9 +411,15 @@ DRAFT_CASES = {
         change(IDS, [1, 2, 3]),
         [f"config.json: {IDS} is [1, 2, 3] but config.json: eagle_config.{IDS} is [0, 1, 3]"],
     ),
-    "MLA draft": (change("kv_lora_rank", 512), ["kv_lora_rank", "MLA draft", "the Llama type"]),
-    "EAGLE-3.1": (change("norm_output", True), ["norm_output is True", "EAGLE-3.1"]),
-    "several layers": (change("num_hidden_layers", 2), ["num_hidden_layers is 2"]),
+    "a norm that is not there": (
+        change("norm_before_fc", True),
+        ["input_norm.weight is missing", "[192]"],
+    ),
+    "a norm that is not asked for": (
+        put("fc_norm.0.weight", np.ones(64, np.float32)),
+        ["fc_norm.0.weight", "nothing in this model has that name"],
+    ),
+    "no layers": (change("num_hidden_layers", 0), ["num_hidden_layers is 0", "1 or more"]),
     "another attention": (change("model_type", "qwen3"), ["model_type is 'qwen3'", "'llama'"]),
     "unknown key": (change("query_norm", True), ["query_norm is True", "does not know"]),
     "Llama-3 rotary scaling": (

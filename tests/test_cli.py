@@ -108,6 +108,31 @@ def test_json_is_the_contract(run, place):
     assert report["command"].startswith("jaxspec generate 'def the")
 
 
+def test_export_is_the_same_draft(run, place):
+    """And what --draft-rotary asks for is told: in a run's report and in its file."""
+    args = ("export", "draft", "exported", "--layout", "specforge", "--pair", "target", "--json")
+    status, out, err = run(*args)
+    assert status == 0, err
+    assert '"num_speculative_tokens": 3' in json.loads(out)["served"]["vllm"]
+    tokens = []
+    for draft in ("draft", "exported"):
+        pair = ("--target", "target", "--draft", draft)
+        status, out, err = run("generate", PROMPT, *pair, *SHORT, "--json")
+        assert status == 0, err
+        tokens.append(json.loads(out)["prompts"][0]["tokens"])
+    assert tokens[0] == tokens[1]
+    asked = ("--draft-rotary", '{"rope_theta": 77}', "--out", "rotary.jsonl")
+    status, out, err = run("generate", PROMPT, *PAIR, *SHORT, "--json", *asked)
+    assert status == 0, err
+    assert json.loads(out)["draft_rotary"]["theta"] == 77
+    assert json.loads(out)["prompts"][0]["tokens"] == tokens[0], "no draft changes a token"
+    header = json.loads((place / "rotary.jsonl").read_text().splitlines()[0])
+    assert header["flags"]["draft_rotary"]["theta"] == 77
+    status, _, err = run("generate", PROMPT, *PAIR, "--draft-rotary", "77")
+    assert status == 2
+    assert "--draft-rotary is '77': expected a JSON object" in err
+
+
 def test_text_streams_and_a_run_file_resumes(run, place):
     (place / "prompts.jsonl").write_text(
         '{"id": "a", "prompt": "the abc"}\n'
@@ -399,13 +424,13 @@ def test_sglang_spelling_of_the_tree(run):
 
 
 @pytest.mark.parametrize(
-    "command", ["generate", "tokenize", "record", "convert", "inspect", "plan"]
+    "command", ["generate", "tokenize", "record", "convert", "export", "inspect", "plan"]
 )
 def test_help_states_every_default(run, command):
     status, out, _ = run(command, "--help")
     assert status == 0
     options = re.findall(r"^  (?:-h, )?(--[\w-]+)((?: \S+)?)((?:.|\n(?!  -))*)", out, re.MULTILINE)
-    assert "--target" in {flag for flag, _, _ in options}
+    assert "--json" in {flag for flag, _, _ in options}
     for flag, value, help_text in options:
         is_switch = not value
         assert is_switch or re.search("default|required", help_text, re.IGNORECASE), flag

@@ -8,7 +8,7 @@ import pytest
 
 from jaxspec.config import RotaryConfig, TargetConfig, Yarn
 from jaxspec.convert.configs import Quantization, TargetFacts, read_target_config
-from jaxspec.convert.drafts import read_draft
+from jaxspec.convert.draft_configs import read_draft
 from jaxspec.convert.matrices import Matrices
 from jaxspec.convert.names import target_rules
 from jaxspec.convert.prepare import TargetCard, tie

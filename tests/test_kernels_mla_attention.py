@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxspec.kernels.mla_attention as kernel
 from jaxspec.kernels.mla_attention import mla_attention, xla
 from jaxspec.kernels.mla_attention.reference import mla_attention_reference
 from tests import trees
@@ -121,6 +122,29 @@ def test_node_is_the_end_of_its_own_chain():
     chain_out, chain_lse = compiled()(alone, None)
     np.testing.assert_allclose(out[:, deepest], chain_out[:, -1], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(lse[:, deepest], chain_lse[:, -1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
+def test_more_rows_than_queries(monkeypatch, implementation):
+    """Rows of earlier calls come first. With Mosaic they are a part of their own, merged.
+
+    The kernel itself, which has a Hopper GPU's code alone, is stood in for by plain XLA.
+    """
+    monkeypatch.setattr(kernel, "mla_attention_mosaic", xla.mla_attention_xla)
+    parents = trees.random_tree(8, 1)
+    args, sees = inputs(8), everybody(parents)
+    args["new_latent"][:, 0, :2] = np.nan  # of a row that the later queries do not all see
+    sees[:, :, 0] = False
+    later = {**args, **{name: args[name][:, 5:] for name in ("q_latent", "q_rotary")}}
+    run = jax.jit(
+        lambda args, sees: mla_attention(
+            *(args[name] for name in NAMES), sees, scale=SCALE, implementation=implementation
+        )
+    )
+    for got, want in zip(run(later, sees[:, 5:]), exact(later, sees[:, 5:]), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+    with pytest.raises(ValueError, match="8 new rows for 3 queries"):
+        jax.eval_shape(run, later, None)
 
 
 def test_permuted_nodes_give_permuted_outputs():

@@ -46,7 +46,7 @@ def assert_close(got, want) -> None:
 )
 def test_absorbed_is_unabsorbed(target, reference_target, attend, parents):
     x, pos, sees = states(2, TOKENS), trees.depths(parents), trees.ancestors(parents)
-    got, _, _ = attend(
+    got, _ = attend(
         x,
         jnp.broadcast_to(pos, (2, TOKENS)),
         jnp.zeros(2, jnp.int32),
@@ -64,15 +64,15 @@ def test_rows_of_an_earlier_call_serve_a_later_one(target, reference_target, att
     causal = jnp.broadcast_to(formulas.causal(TOKENS), (2, TOKENS, TOKENS))
     empty = jax.tree.map(lambda slots: jnp.full_like(slots, jnp.nan), target.empty_cache(2, 16))
     pos = jnp.broadcast_to(jnp.arange(TOKENS), (2, TOKENS))
-    _, latent, rotary = attend(x[:, :TOKENS], pos, jnp.zeros(2, jnp.int32), empty, causal)
+    _, new = attend(x[:, :TOKENS], pos, jnp.zeros(2, jnp.int32), empty, causal)
     rows = jax.tree.map(
         lambda slots, row: jnp.broadcast_to(row, (len(slots), *row.shape)),
         empty,
-        type(empty)(latent, rotary),
+        new,
     )
     cache = commit(empty, rows, pos, jnp.zeros(2, jnp.int32), jnp.asarray(prefix))
     later = np.stack([x[b, prefix[b] : prefix[b] + TOKENS] for b in range(2)])
-    got, _, _ = attend(later, pos + prefix[:, None], jnp.asarray(prefix), cache, causal)
+    got, _ = attend(later, pos + prefix[:, None], jnp.asarray(prefix), cache, causal)
     weights = reference_target.layers[LAYER]
     for b in range(2):
         end = prefix[b] + TOKENS

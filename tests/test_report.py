@@ -33,9 +33,10 @@ def prompt_report(accepted, last=None, levels=3, **fields) -> PromptReport:
 
 def generate_report(prompts, tree=CHAIN, **fields) -> GenerateReport:
     defaults = dict(
-        target="t@1", draft="d@2", capture=None, draft_claim=None, device="cpu", dtype="float32",
-        mesh=None, implementations={"mla_attention": "xla"}, jax_version="0", prefill_ms=1.0,
-        decode_ms=500.0, compile_s=2.0, accept_ceiling=None, num_decoded=30, machine="m",
+        target="t@1", draft="d@2", capture=None, draft_claim=None, draft_rotary=None,
+        device="cpu", dtype="float32", mesh=None, implementations={"mla_attention": "xla"},
+        jax_version="0", prefill_ms=1.0, decode_ms=500.0, compile_s=2.0, accept_ceiling=None,
+        num_decoded=30, machine="m",
         command="c",
     )  # fmt: skip
     return GenerateReport(tuple(prompts), tree, **{**defaults, **fields})

@@ -138,6 +138,19 @@ def test_collectives_of_a_step(run):
     assert found == sorted([step, layer, draft_pass])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS, ids=" ".join)
+def test_draft_with_latent_attention(run):
+    """Its latents lie as the target's do: on each device, or dealt out by slots."""
+    found = told(("latent", *RUNS))
+    alone, mesh = found["alone"], found[" ".join(run)]
+    assert mesh["tokens"] == alone["tokens"]
+    assert mesh["accepted"] == alone["accepted"]
+    assert mesh["differing_copies"] == []
+    assert max(mesh["differences"].values()) <= 5e-5
+    assert mesh["bytes_per_device"] < 0.5 * alone["bytes_per_device"]
+
+
 def test_loading_fills_each_device_with_its_part():
     loading = told(("loading", *RUNS))["loading"]
     for form in ("hf", "converted"):

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jaxspec.cache import KeyValues, Latents
-from jaxspec.config import DraftConfig, Numerics, RotaryConfig, TargetConfig, Yarn
+from jaxspec.config import LlamaDraftConfig, Numerics, RotaryConfig, TargetConfig, Yarn
 from jaxspec.contracts import Boundaries, Features, TargetIds
 from jaxspec.draft import Borrowed, Draft
 from jaxspec.kernels.expert_matmul.packing import pack
@@ -105,34 +105,34 @@ def target_tensors(config: dict, seed: int = 0) -> dict[str, np.ndarray]:
     nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     q_rank, kv_rank = config["q_lora_rank"], config["kv_lora_rank"]
     tensors = {
-        "model.embed_tokens.weight": _normal(rng, config["vocab_size"], width, gain=3 * width**0.5),
-        "model.norm.weight": _near_one(rng, width),
-        "lm_head.weight": _normal(rng, config["vocab_size"], width, gain=2),
+        "model.embed_tokens.weight": normal(rng, config["vocab_size"], width, gain=3 * width**0.5),
+        "model.norm.weight": near_one(rng, width),
+        "lm_head.weight": normal(rng, config["vocab_size"], width, gain=2),
     }
     for index in range(config["num_hidden_layers"]):
         layer = {
-            "input_layernorm.weight": _near_one(rng, width),
-            "post_attention_layernorm.weight": _near_one(rng, width),
-            "self_attn.q_a_proj.weight": _normal(rng, q_rank, width),
-            "self_attn.q_a_layernorm.weight": _near_one(rng, q_rank),
-            "self_attn.q_b_proj.weight": _normal(rng, heads * (nope + rope), q_rank, gain=2),
-            "self_attn.kv_a_proj_with_mqa.weight": _normal(rng, kv_rank + rope, width),
-            "self_attn.kv_a_layernorm.weight": _near_one(rng, kv_rank),
-            "self_attn.kv_b_proj.weight": _normal(
+            "input_layernorm.weight": near_one(rng, width),
+            "post_attention_layernorm.weight": near_one(rng, width),
+            "self_attn.q_a_proj.weight": normal(rng, q_rank, width),
+            "self_attn.q_a_layernorm.weight": near_one(rng, q_rank),
+            "self_attn.q_b_proj.weight": normal(rng, heads * (nope + rope), q_rank, gain=2),
+            "self_attn.kv_a_proj_with_mqa.weight": normal(rng, kv_rank + rope, width),
+            "self_attn.kv_a_layernorm.weight": near_one(rng, kv_rank),
+            "self_attn.kv_b_proj.weight": normal(
                 rng, heads * (nope + config["v_head_dim"]), kv_rank
             ),
-            "self_attn.o_proj.weight": _normal(rng, width, heads * config["v_head_dim"]),
+            "self_attn.o_proj.weight": normal(rng, width, heads * config["v_head_dim"]),
         }
         if index < config["first_k_dense_replace"]:
-            layer |= _mlp(rng, "mlp.", width, config["intermediate_size"])
+            layer |= mlp_tensors(rng, "mlp.", width, config["intermediate_size"])
         else:
             experts, hidden = config["n_routed_experts"], config["moe_intermediate_size"]
-            layer["mlp.gate.weight"] = _normal(rng, experts, width)
-            layer["mlp.gate.e_score_correction_bias"] = 0.1 * _normal(rng, experts, 1)[:, 0]
+            layer["mlp.gate.weight"] = normal(rng, experts, width)
+            layer["mlp.gate.e_score_correction_bias"] = 0.1 * normal(rng, experts, 1)[:, 0]
             shared = config["n_shared_experts"] * hidden
-            layer |= _mlp(rng, "mlp.shared_experts.", width, shared)
+            layer |= mlp_tensors(rng, "mlp.shared_experts.", width, shared)
             for expert in range(experts):
-                weights = _mlp(rng, f"mlp.experts.{expert}.", width, hidden)
+                weights = mlp_tensors(rng, f"mlp.experts.{expert}.", width, hidden)
                 if "quantization_config" in config:
                     for name in list(weights):
                         weights |= _quantized(name.removesuffix(".weight"), weights.pop(name))
@@ -149,21 +149,21 @@ def draft_tensors(config: dict, num_boundaries: int = 3, seed: int = 1) -> dict[
     rows["v"] = rows["k"]
     kept = np.sort(rng.choice(config["vocab_size"], config["draft_vocab_size"], replace=False))
     return {
-        "embed_tokens.weight": _normal(rng, config["vocab_size"], width, gain=width**0.5),
-        "fc.weight": _normal(rng, width, num_boundaries * width),
-        "midlayer.input_layernorm.weight": _near_one(rng, width),
-        "midlayer.hidden_norm.weight": _near_one(rng, width),
-        "midlayer.post_attention_layernorm.weight": _near_one(rng, width),
+        "embed_tokens.weight": normal(rng, config["vocab_size"], width, gain=width**0.5),
+        "fc.weight": normal(rng, width, num_boundaries * width),
+        "midlayer.input_layernorm.weight": near_one(rng, width),
+        "midlayer.hidden_norm.weight": near_one(rng, width),
+        "midlayer.post_attention_layernorm.weight": near_one(rng, width),
         **{
-            f"midlayer.self_attn.{n}_proj.weight": _normal(rng, rows[n] * head_dim, 2 * width)
+            f"midlayer.self_attn.{n}_proj.weight": normal(rng, rows[n] * head_dim, 2 * width)
             for n in "qkv"
         },
-        "midlayer.self_attn.o_proj.weight": _normal(
+        "midlayer.self_attn.o_proj.weight": normal(
             rng, width, config["num_attention_heads"] * head_dim
         ),
-        **_mlp(rng, "midlayer.mlp.", width, config["intermediate_size"]),
-        "norm.weight": _near_one(rng, width),
-        "lm_head.weight": _normal(rng, config["draft_vocab_size"], width, gain=2),
+        **mlp_tensors(rng, "midlayer.mlp.", width, config["intermediate_size"]),
+        "norm.weight": near_one(rng, width),
+        "lm_head.weight": normal(rng, config["draft_vocab_size"], width, gain=2),
         "d2t": kept - np.arange(len(kept)),
     }
 
@@ -207,11 +207,11 @@ def target_config(config: dict) -> TargetConfig:
     )
 
 
-def draft_config(config: dict, boundaries: Boundaries, **changes) -> DraftConfig:
+def draft_config(config: dict, boundaries: Boundaries, **changes) -> LlamaDraftConfig:
     """The config of the module for a Hugging Face config, and what its `fc` reads."""
-    fields = {field.name for field in dataclasses.fields(DraftConfig)}
+    fields = {field.name for field in dataclasses.fields(LlamaDraftConfig)}
     given = {name: value for name, value in config.items() if name in fields}
-    return DraftConfig(
+    return LlamaDraftConfig(
         **{"has_embedding": True, "has_head": True, **given, **changes},
         rotary=RotaryConfig(config["head_dim"], config["rope_theta"], "halves", _yarn(config)),
         boundaries=boundaries,
@@ -279,7 +279,7 @@ def target_module(
 
 
 def draft_module(
-    tensors: dict[str, np.ndarray], config: DraftConfig, numerics: Numerics = NUMERICS
+    tensors: dict[str, np.ndarray], config: LlamaDraftConfig, numerics: Numerics = NUMERICS
 ) -> Draft:
     """The module that holds these tensors."""
     layer = "midlayer."
@@ -351,19 +351,24 @@ def run_draft(
     return draft.logits(done.recurrent, borrowed), done.recurrent, done.rows
 
 
-def _normal(rng: np.random.Generator, rows: int, columns: int, gain: float = 1.0) -> np.ndarray:
+def normal(rng: np.random.Generator, rows: int, columns: int, gain: float = 1.0) -> np.ndarray:
+    """A matrix that keeps a vector's size, times `gain`."""
     return (gain * columns**-0.5 * rng.standard_normal((rows, columns))).astype(np.float32)
 
 
-def _near_one(rng: np.random.Generator, width: int) -> np.ndarray:
+def near_one(rng: np.random.Generator, width: int) -> np.ndarray:
+    """A norm's weight."""
     return (1 + 0.2 * rng.standard_normal(width)).astype(np.float32)
 
 
-def _mlp(rng: np.random.Generator, prefix: str, width: int, hidden: int) -> dict[str, np.ndarray]:
+def mlp_tensors(
+    rng: np.random.Generator, prefix: str, width: int, hidden: int
+) -> dict[str, np.ndarray]:
+    """The three matrices of a gated MLP."""
     return {
-        f"{prefix}gate_proj.weight": _normal(rng, hidden, width, gain=1.5),
-        f"{prefix}up_proj.weight": _normal(rng, hidden, width),
-        f"{prefix}down_proj.weight": _normal(rng, width, hidden),
+        f"{prefix}gate_proj.weight": normal(rng, hidden, width, gain=1.5),
+        f"{prefix}up_proj.weight": normal(rng, hidden, width),
+        f"{prefix}down_proj.weight": normal(rng, width, hidden),
     }
 
 

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 
 import jaxspec
 from jaxspec.tokenizer import load_tokenizer
-from tests import tiny
+from tests import draft_kinds, tiny
 
 Source = Literal["golden", "live"]
 
@@ -34,7 +34,7 @@ BOUNDARIES = (2, 3, 4)
 """What the tiny drafts read: outputs of the layers 1, 2 and 3, as SpecForge counts them."""
 LENGTHS = {"golden": (9, 5), "live": (70, 41)}
 """Of the recorded sequences; golden files are committed, so they are short."""
-RECURRENT_STEPS = {"golden": 2, "live": 3}
+RECURRENT_STEPS = {"golden": 2, "live": 4}
 
 NEAR_TIE = 1e-4
 """A choice with a smaller margin than this may fall differently in another f32 program."""
@@ -126,10 +126,15 @@ def draft_directory(name: str, folder: Path) -> Path:
     """The directory of a draft: the one that ships, or a tiny one of "tiny-kimi".
 
     Args:
-      name: "mini-draft", "tiny-draft", or "tiny-draft-normed" (`norm_before_residual`).
+      name: "mini-draft", "tiny-draft", "tiny-draft-normed" (`norm_before_residual`), or
+        "tiny-specforge" and "tiny-speculators", which are those of `draft_kinds`.
     """
     if name == "mini-draft":
         return MINI_DRAFT
+    if name == "tiny-specforge":
+        return _write(folder / name, *draft_kinds.specforge())
+    if name == "tiny-speculators":
+        return _write(folder / name, *draft_kinds.speculators())
     config = tiny.DRAFT_CONFIG | {
         "num_attention_heads": 8,  # transformers takes only what divides the width
         "norm_before_residual": name == "tiny-draft-normed",
@@ -147,8 +152,10 @@ def _write(directory: Path, config: dict, tensors: dict[str, np.ndarray]) -> Pat
 
 
 def boundaries_of(draft: Path) -> tuple[int, ...]:
-    """The boundaries a draft was trained on; its config counts layer outputs."""
+    """The boundaries a draft was trained on; speculators counts them, others layer outputs."""
     config = json.loads((draft / "config.json").read_text())
+    if "speculators_model_type" in config:
+        return tuple(config["eagle_aux_hidden_state_layer_ids"])
     return tuple(i + 1 for i in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
 
 
@@ -160,12 +167,19 @@ def prompt_ids() -> list[list[int]]:
     return [tokenizer.encode(prompt["text"]) for prompt in prompts]
 
 
-def each_source(names: Iterable[str]) -> list:
-    """pytest parameters (source, name): golden by default, live under its marker."""
+def each_source(names: Iterable[str], slow: Iterable[str] = ()) -> list:
+    """pytest parameters (source, name): golden by default, live under its marker.
+
+    Args:
+      slow: names whose golden ones are slow tests.
+    """
     live = pytest.mark.torch_reference
+    golden = {name: [pytest.mark.slow] if name in slow else [] for name in names}
     return [
         pytest.param(
-            (source, name), id=f"{source}-{name}", marks=[live] if source == "live" else []
+            (source, name),
+            id=f"{source}-{name}",
+            marks=[live] if source == "live" else golden[name],
         )
         for source in ("golden", "live")
         for name in names
@@ -209,6 +223,11 @@ def make_greedy_record(directory: Path, prompts: list[list[int]], out: Path) -> 
     return Record.read(out)
 
 
+def save_torch(tensors: Path, out: Path) -> None:
+    """The tensors of a safetensors file as torch saves them."""
+    _run_python("save_torch.py", tensors, out)
+
+
 def _write_tokens(out: Path, sequences: list[list[int]]) -> Path:
     listed = out.with_suffix(".json")
     listed.write_text(json.dumps(sequences))
@@ -216,13 +235,17 @@ def _write_tokens(out: Path, sequences: list[list[int]]) -> Path:
 
 
 def _run(program: str, directory: Path, *args: object) -> None:
+    _run_python(program, directory, "--model", identity(directory), *args)
+
+
+def _run_python(program: str, *args: object) -> None:
     python = os.environ.get("JAXSPEC_REFERENCE_PYTHON")
     if not python:
         raise RuntimeError(
             "JAXSPEC_REFERENCE_PYTHON names no Python: it has to be that of the reference "
             "environment, made as CONTRIBUTING.md says"
         )
-    command = [python, PROGRAMS / program, directory, "--model", identity(directory), *args]
+    command = [python, PROGRAMS / program, *args]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{program} exited with {done.returncode}:\n{done.stderr}")

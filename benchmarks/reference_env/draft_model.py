@@ -11,6 +11,8 @@ from target_model import tensors
 from transformers import LlamaConfig
 
 EMBED = "embed_tokens.weight"
+IDS = "eagle_aux_hidden_state_layer_ids"
+"""Only how many they are matters to the model."""
 VOCABULARY_MAPS = ("d2t", "t2d")
 """Read by trainers and servers, never by the forward pass: logits stay in the draft's ids."""
 
@@ -37,11 +39,12 @@ def load_draft(
     if is_norm_before_residual is None:
         is_norm_before_residual = config.get("norm_before_residual", False)
     layer = config.get("transformer_layer_config", config)
+    flags = {name: config.get(name, False) for name in ("fc_norm", "norm_before_fc", "norm_output")}
     rotary = dict(layer.get("rope_scaling") or layer.get("rope_parameters") or {})
     rotary["rope_type"] = rotary.pop("type", rotary.get("rope_type", "default"))
     rotary.setdefault("rope_theta", layer.get("rope_theta", 10000.0))
     fields = {name: layer[name] for name in LlamaConfig.__annotations__ if name in layer}
-    fields |= {"rope_parameters": rotary, "num_hidden_layers": 1}
+    fields |= {"rope_parameters": rotary}
     llama = LlamaConfig(**fields, attn_implementation="eager")
     verifier = VerifierConfig(name_or_path=None, architectures=["DeepseekV3ForCausalLM"])
     model = Eagle3DraftModel(
@@ -49,6 +52,8 @@ def load_draft(
             transformer_layer_config=llama,
             draft_vocab_size=config.get("draft_vocab_size", llama.vocab_size),
             norm_before_residual=is_norm_before_residual,
+            eagle_aux_hidden_state_layer_ids=config.get("eagle_config", config).get(IDS),
+            **flags,
             speculators_config=SpeculatorsConfig(
                 algorithm="eagle3",
                 proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=1)],

@@ -3,10 +3,11 @@
     python record_draft.py DIR --record TARGET.safetensors --out R.safetensors [--target DIR]
 
 Row t pairs the features of position t with the token at t + 1 (the last row: the target's argmax)
-and stands at position t. `draft.logits` and `draft.hidden` (the pre-norm output) are of that first
-depth. `draft.logits.S`, `draft.hidden.S` for S = 1, 2, .. are of the S-th recurrent step, in which
-every row goes on from its own hidden state of step S - 1, with token `draft.tokens.S`, one position
-further, and sees the first depth's rows up to its own and its own rows of the steps between.
+and stands at position t. `draft.logits` and `draft.hidden` (what the next step takes: the last
+layer's output, or with `norm_output` the final norm's) are of that first depth. `draft.logits.S`,
+`draft.hidden.S` for S = 1, 2, .. are of the S-th recurrent step, in which every row goes on from
+its own hidden state of step S - 1, with token `draft.tokens.S`, one position further, and sees the
+first depth's rows up to its own and its own rows of the steps between.
 
 That is speculators' training forward, which is teacher-forced: what it computes inside is exactly
 what a chain of drafted tokens computes from every position at once. It returns only token ids, so
@@ -34,8 +35,9 @@ def record(
       tokens_T: the token paired with each row at the first depth.
     """
     hidden, logits, fed = [], [], []
+    last = model.norm if model.config.norm_output else model.layers[-1]
     hooks = [
-        model.layers[0].register_forward_hook(lambda _, args, out: hidden.append(out[0])),
+        last.register_forward_hook(lambda _, args, out: hidden.append(out[0])),
         model.lm_head.register_forward_hook(lambda _, args, out: logits.append(out[0])),
         model.embed_tokens.register_forward_hook(lambda _, args, out: fed.append(args[0][0])),
     ]

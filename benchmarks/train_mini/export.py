@@ -17,6 +17,8 @@ import numpy as np
 import target
 import tokenizer
 
+from jaxspec.convert.shards import write_tensors
+
 PREFIX = "language_model.model."
 MAX_BYTES = 16 * 2**20  # of both directories together
 SHARDS = ("model-00001-of-000002.safetensors", "model-00002-of-000002.safetensors")
@@ -71,25 +73,6 @@ def layer_tensors(config: target.Config, p: target.Params) -> dict[str, np.ndarr
     return out
 
 
-def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Writes one safetensors file: header length, JSON header, then the data in C order."""
-    names = {"bfloat16": "BF16", "float32": "F32", "int32": "I32", "int64": "I64", "bool": "BOOL"}
-    # The widest elements first, so that every tensor begins at a multiple of its element's size.
-    tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
-    header, end = {"__metadata__": {"format": "pt"}}, 0
-    for name, array in tensors.items():
-        begin, end = end, end + array.nbytes
-        header[name] = {
-            "dtype": names[array.dtype.name],
-            "shape": list(array.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    data = b"".join(np.ascontiguousarray(array).tobytes() for array in tensors.values())
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-
-
 def write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
@@ -107,7 +90,7 @@ def write_target(config: target.Config, params: target.Params, data: Path, out: 
         "language_model.lm_head.weight": linear(params["head"]),
     }
     for name, tensors in zip(SHARDS, shards, strict=True):
-        write_safetensors(out / name, tensors)
+        write_tensors(out / name, tensors)
     total = sum(array.nbytes for tensors in shards for array in tensors.values())
     weight_map = {
         key: name for name, tensors in zip(SHARDS, shards, strict=True) for key in tensors
@@ -141,7 +124,7 @@ def write_draft(config: draft.Config, p: dict, draft_ids, target_config, out: Pa
     in_draft = np.zeros(target_config.vocab_size, bool)
     in_draft[draft_ids] = True
     tensors |= {"t2d": in_draft, "d2t": draft_ids - np.arange(len(draft_ids), dtype=np.int64)}
-    write_safetensors(out / "model.safetensors", tensors)
+    write_tensors(out / "model.safetensors", tensors)
     write_json(out / "config.json", configs.draft_json(config, target_config))
 
 

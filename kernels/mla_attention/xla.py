@@ -1,14 +1,45 @@
 """`mla_attention` in plain XLA: the prefix in blocks, then the new rows, merged by log-sum-exp."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.kernels.online_softmax import Part, attend, merge, over_prefix
 
-__all__ = ["mla_attention_xla"]
+__all__ = ["mla_attention_xla", "over_rows"]
 
 BLOCK = 256
+
+
+def over_rows(
+    q_latent_BTNC: jax.Array,
+    q_rotary_BTNR: jax.Array,
+    latent_BSC: jax.Array,
+    rotary_BSR: jax.Array,
+    is_seen_BTNS: jax.Array,
+    *,
+    scale: float,
+) -> Part:
+    """The part of some rows, of which each query sees those it is told to."""
+    dtype = q_latent_BTNC.dtype
+    scores_BTNS = jnp.einsum(
+        "btnc,bsc->btns", q_latent_BTNC, latent_BSC, preferred_element_type=jnp.float32
+    ) + jnp.einsum("btnr,bsr->btns", q_rotary_BTNR, rotary_BSR, preferred_element_type=jnp.float32)
+
+    def weigh(weights_BTNS: jax.Array) -> jax.Array:
+        # A row that some query does not see may be NaN (an unfilled slot, a drafted token that
+        # overflowed), and 0 * NaN is NaN. Who does see it gets the NaN from the scores.
+        value_BSC = jnp.where(jnp.isfinite(latent_BSC), latent_BSC, 0)
+        return jnp.einsum(
+            "btns,bsc->btnc",
+            weights_BTNS.astype(dtype),
+            value_BSC,
+            preferred_element_type=jnp.float32,
+        )
+
+    return attend(scores_BTNS * scale, is_seen_BTNS, weigh)
 
 
 def mla_attention_xla(
@@ -28,25 +59,7 @@ def mla_attention_xla(
     batch, tokens, heads, latent_width = q_latent_BTNC.shape
     slots, rotary_width, dtype = latent_LBSC.shape[2], rotary_LBSR.shape[3], q_latent_BTNC.dtype
 
-    def part(latent_BSC: jax.Array, rotary_BSR: jax.Array, is_seen_BTNS: jax.Array) -> Part:
-        scores_BTNS = jnp.einsum(
-            "btnc,bsc->btns", q_latent_BTNC, latent_BSC, preferred_element_type=jnp.float32
-        ) + jnp.einsum(
-            "btnr,bsr->btns", q_rotary_BTNR, rotary_BSR, preferred_element_type=jnp.float32
-        )
-
-        def weigh(weights_BTNS: jax.Array) -> jax.Array:
-            # A row that some query does not see may be NaN (an unfilled slot, a drafted token that
-            # overflowed), and 0 * NaN is NaN. Who does see it gets the NaN from the scores.
-            value_BSC = jnp.where(jnp.isfinite(latent_BSC), latent_BSC, 0)
-            return jnp.einsum(
-                "btns,bsc->btnc",
-                weights_BTNS.astype(dtype),
-                value_BSC,
-                preferred_element_type=jnp.float32,
-            )
-
-        return attend(scores_BTNS * scale, is_seen_BTNS, weigh)
+    part = functools.partial(over_rows, q_latent_BTNC, q_rotary_BTNR, scale=scale)
 
     def part_of_block(first: jax.Array, is_seen_BS: jax.Array) -> Part:
         rows = is_seen_BS.shape[1]

@@ -103,41 +103,9 @@ class ReferenceTarget:
     def attention(
         self, weights: dict, x: np.ndarray, positions: np.ndarray, sees: np.ndarray
     ) -> np.ndarray:
-        """The attention of one layer, every head with keys and values of its own."""
-        c, eps, length = self.config, self.latent_norm_eps, len(x)
-        heads, nope, rope = c["num_attention_heads"], c["qk_nope_head_dim"], c["qk_rope_head_dim"]
-        yarn = formulas.yarn_of(c)
-        angle = positions[:, None] * formulas.inverse_frequencies(rope, formulas.theta_of(c), yarn)
-        factor = formulas.cos_sin_factor(yarn)
-
-        q = formulas.rms_norm(
-            x @ weights["self_attn.q_a_proj"].T, weights["self_attn.q_a_layernorm"], eps
-        )
-        q = (q @ weights["self_attn.q_b_proj"].T).reshape(length, heads, nope + rope)
-        q[..., nope:] = factor * formulas.rotate_pairs(q[..., nope:], angle[:, None])
-
-        compressed = x @ weights["self_attn.kv_a_proj_with_mqa"].T
-        latent, k_rope = np.split(compressed, [c["kv_lora_rank"]], axis=-1)
-        latent = formulas.rms_norm(latent, weights["self_attn.kv_a_layernorm"], eps)
-        k_rope = factor * formulas.rotate_pairs(k_rope, angle)
-        up = (latent @ weights["self_attn.kv_b_proj"].T).reshape(length, heads, -1)
-        k_nope, value = np.split(up, [nope], axis=-1)
-        shared = np.broadcast_to(k_rope[:, None], (length, heads, rope))
-        key = np.concatenate([k_nope, shared], axis=-1)
-
-        scores = self.softmax_scale * np.einsum("tnh,snh->nts", q, key)
-        mixture = formulas.softmax(np.where(sees, scores, -np.inf))
-        mixed = np.einsum("nts,sno->tno", mixture, value)
-        return mixed.reshape(length, -1) @ weights["self_attn.o_proj"].T
-
-    @property
-    def softmax_scale(self) -> float:
-        c = self.config
-        scale = (c["qk_nope_head_dim"] + c["qk_rope_head_dim"]) ** -0.5
-        yarn = formulas.yarn_of(c)
-        if yarn is not None and yarn.get("mscale_all_dim"):
-            scale *= formulas.magnitude(yarn["factor"], yarn["mscale_all_dim"]) ** 2
-        return scale
+        """The attention of one layer."""
+        own = {name: weights[f"self_attn.{name}"] for name in LATENT_WEIGHTS}
+        return latent_attention(own, self.config, self.latent_norm_eps, x, positions, sees)
 
     def route(self, weights: dict, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Chosen experts [T,X], their shares [T,X], and the margins [T] of the choice."""
@@ -202,6 +170,60 @@ class ReferenceTarget:
         q = unpack_words(packed, columns)
         assert q.shape == (rows, columns)
         return self.round_product(q * scale.astype(np.float64).repeat(self.group_size, axis=1))
+
+
+LATENT_WEIGHTS = (
+    "q_a_proj",
+    "q_a_layernorm",
+    "q_b_proj",
+    "kv_a_proj_with_mqa",
+    "kv_a_layernorm",
+    "kv_b_proj",
+    "o_proj",
+)
+
+
+def latent_attention(
+    weights: dict[str, np.ndarray],
+    config: dict,
+    eps: float,
+    x: np.ndarray,
+    positions: np.ndarray,
+    sees: np.ndarray,
+    rotate=formulas.rotate_pairs,
+) -> np.ndarray:
+    """Latent attention, every head with keys and values of its own.
+
+    Args:
+      weights: by the names of `LATENT_WEIGHTS`.
+      eps: of the two latent norms.
+      rotate: how dims are paired.
+    """
+    c, w, length = config, weights, len(x)
+    heads, nope, rope = c["num_attention_heads"], c["qk_nope_head_dim"], c["qk_rope_head_dim"]
+    yarn = formulas.yarn_of(c)
+    frequencies = formulas.inverse_frequencies(rope, formulas.theta_of(c), yarn)
+    angle, factor = np.asarray(positions)[:, None] * frequencies, formulas.cos_sin_factor(yarn)
+
+    q = formulas.rms_norm(x @ w["q_a_proj"].T, w["q_a_layernorm"], eps)
+    q = (q @ w["q_b_proj"].T).reshape(length, heads, nope + rope)
+    q[..., nope:] = factor * rotate(q[..., nope:], angle[:, None])
+
+    latent, k_rope = np.split(x @ w["kv_a_proj_with_mqa"].T, [c["kv_lora_rank"]], axis=-1)
+    latent = formulas.rms_norm(latent, w["kv_a_layernorm"], eps)
+    k_rope = factor * rotate(k_rope, angle)
+    up = (latent @ w["kv_b_proj"].T).reshape(length, heads, -1)
+    k_nope, value = np.split(up, [nope], axis=-1)
+    shared = np.broadcast_to(k_rope[:, None], (length, heads, rope))
+    key = np.concatenate([k_nope, shared], axis=-1)
+
+    scale = (nope + rope) ** -0.5
+    if yarn is not None and yarn.get("mscale_all_dim"):
+        scale *= formulas.magnitude(yarn["factor"], yarn["mscale_all_dim"]) ** 2
+    scores = scale * np.einsum("tnh,snh->nts", q, key)
+    mixture = formulas.softmax(np.where(sees, scores, -np.inf))
+    mixed = np.einsum("nts,sno->tno", mixture, value)
+    return mixed.reshape(length, -1) @ w["o_proj"].T
 
 
 def unpack_words(packed: np.ndarray, columns: int) -> np.ndarray:
