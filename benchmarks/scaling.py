@@ -222,7 +222,7 @@ def measured(
 def decoding(target: Target, draft: Draft, steps: int, tree: str) -> Callable[[State], State]:
     """A program of so many steps with a tree."""
     capture = target.boundaries(draft.config.boundaries.ids, "benchmark")
-    settings = Settings(TreeConfig.parse(tree), capture, (), chunk=16)
+    settings = Settings(TreeConfig.parse(tree), capture, chunk=16)
     graph, params = nnx.split((target, draft))
 
     @functools.partial(jax.jit, donate_argnums=1)
