@@ -16,6 +16,7 @@ __all__ = [
     "CoordinatorFlag",
     "DraftFlag",
     "DtypeFlag",
+    "JoinTimeoutFlag",
     "JsonFlag",
     "MeshFlag",
     "NumProcessesFlag",
@@ -23,6 +24,7 @@ __all__ = [
     "PromptArgument",
     "PromptFileFlag",
     "TargetFlag",
+    "ThinkingFlag",
     "TokensFlag",
 ]
 
@@ -105,6 +107,14 @@ ProcessIndexFlag = Annotated[
         help="Which of them this is, from 0; the first one prints and writes. Default: one.",
     ),
 ]
+JoinTimeoutFlag = Annotated[
+    int | None,
+    typer.Option(
+        "--join-timeout",
+        metavar="SECONDS",
+        help="How long a process waits for the others to come. Default: 60.",
+    ),
+]
 PromptArgument = Annotated[str | None, typer.Argument(metavar="PROMPT", help="Text.")]
 PromptFileFlag = Annotated[
     Path | None,
@@ -129,6 +139,13 @@ ChatFlag = Annotated[
         "--chat",
         help="Put text into the checkpoint's chat template, as a user's message. Messages always "
         "go through it.",
+    ),
+]
+ThinkingFlag = Annotated[
+    bool | None,
+    typer.Option(
+        "--thinking/--no-thinking",
+        help="On or off in the chat template. Default: as the template has it.",
     ),
 ]
 JsonFlag = Annotated[

@@ -17,7 +17,16 @@ from jaxspec.errors import InputError
 from jaxspec.generator import GenerateConfig
 from jaxspec.sampling import Sampling
 from jaxspec.sharding import Devices, specs_of
-from jaxspec.step import Admission, Settings, State, compiler_options, decode, empty_state, prefill
+from jaxspec.step import (
+    NUM_STOP_IDS,
+    Admission,
+    Settings,
+    State,
+    compiler_options,
+    decode,
+    empty_state,
+    prefill,
+)
 from jaxspec.target import Target
 
 __all__ = ["absent_devices", "compile_prefill", "compile_step"]
@@ -65,11 +74,9 @@ def compile_prefill(
     tree = None if draft is None else TreeConfig(1, 1, 2)  # no tree shapes a prefill
 
     def admission() -> Admission:
-        each = jnp.zeros((batch,), jnp.int32)
-        sampling = Sampling(
-            each.astype(jnp.uint32), each.astype(jnp.float32), each, each.astype(jnp.float32)
-        )
-        return Admission(each > 0, jnp.zeros((batch, slots), jnp.int32), each, each, sampling)
+        each, prompt = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, slots), jnp.int32)
+        stop_ids = jnp.zeros((batch, NUM_STOP_IDS), jnp.int32)
+        return Admission(each > 0, prompt, each, each, stop_ids, Sampling.of(batch))
 
     new = jax.eval_shape(admission)
     return _compiled(devices, prefill, target, draft, tree, batch, slots, new)[0]
@@ -87,7 +94,7 @@ def _compiled(
 ) -> tuple[Compiled, State]:
     capture = None if draft is None else target.asked_for(draft.config.boundaries)
     chunk = GenerateConfig(None).prefill_chunk
-    settings = Settings(tree, capture, target.config.eos_token_ids, chunk)
+    settings = Settings(tree, capture, chunk)
     graph, params = nnx.split((target, draft))
     state = jax.eval_shape(functools.partial(empty_state, target, draft, batch, slots))
 

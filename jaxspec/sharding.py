@@ -92,6 +92,8 @@ AXES: dict[str, tuple[str | None, ...]] = {
     "temperature": ("batch",),
     "top_k": ("batch",),
     "top_p": ("batch",),
+    "min_p": ("batch",),
+    "stop_ids": ("batch", None),
     "limit": ("batch",),
     "tokens": ("batch", None),
     "num_tokens": ("batch",),

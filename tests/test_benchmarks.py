@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import runpy
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -19,10 +21,14 @@ sys.path.insert(0, str(BENCHMARKS))  # where they import one another from
 import common  # noqa: E402
 import gpu  # noqa: E402
 import kernel_timing  # noqa: E402
+import node  # noqa: E402
 import registers  # noqa: E402
 import scaling  # noqa: E402
 from kernel_timing import Ceilings, Plan  # noqa: E402
 from ops import OPS  # noqa: E402
+
+from tests import make_checkpoint, on_eight_devices, tiny  # noqa: E402
+from tests.together import run_together  # noqa: E402
 
 MLA, EXPERTS = OPS["mla_attention"], OPS["expert_matmul"]
 
@@ -150,11 +156,11 @@ def test_an_error_in_one_case_is_a_finding(monkeypatch):
 
 def test_no_stage_begins_without_the_time_for_it(capsys):
     end = time.monotonic() + 10
-    found = gpu.attempt("times", end, functools.partial(pytest.fail, "it was begun"))
+    found = common.attempt(20.0, end, functools.partial(pytest.fail, "it was begun"))
     assert found.keys() == {"why_not"}
-    found = gpu.attempt("times", end + 60, lambda: {"is_correct": True})
+    found = common.attempt(20.0, end + 60, lambda: {"is_correct": True})
     assert found["is_correct"]
-    found = gpu.attempt("times", end + 60, functools.partial(math.sqrt, -1))
+    found = common.attempt(20.0, end + 60, functools.partial(math.sqrt, -1))
     assert (found["is_correct"], found["error"]) == (False, "ValueError: math domain error")
     assert "math domain error" in capsys.readouterr().err
 
@@ -201,6 +207,77 @@ def test_gpu_script_goes_through_all_stages(monkeypatch, capsys, tmp_path):
     assert {"machine", "agreement", "decoding", "ceilings", "times"} <= found.keys()
     assert all(case["is_correct"] for case in found["times"])
     assert json.loads((tmp_path / "gpu-dry-run.json").read_text()) == found
+
+
+@pytest.fixture(scope="module")
+def node_run(tmp_path_factory):
+    """benchmarks/node.py on eight virtual devices: how it ended, and where its result lies."""
+    place = tmp_path_factory.mktemp("node")
+    tensors = make_checkpoint.target_tensors(on_eight_devices.TARGET)
+    make_checkpoint.write(place / "target", on_eight_devices.TARGET, tensors)
+    config, _ = make_checkpoint.draft_layout("specforge")
+    tensors = tiny.draft_tensors(on_eight_devices.DRAFT)
+    make_checkpoint.write(place / "draft", config | on_eight_devices.DRAFT, tensors)
+    command = f"node.py --cpu-devices 8 --target {place}/target --draft {place}/draft --out {place}"
+    command += " --against 2x4 --trees 2x2x4 --batch-sizes 4 --context 64 --new-tokens 6 --rounds 1"
+    program, *flags = command.split()
+    env = {
+        "PYTHONPATH": str(BENCHMARKS.parent),
+        "JAX_COMPILATION_CACHE_DIR": os.environ["JAXSPEC_TESTS_COMPILED"],
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    }
+    command = [sys.executable, str(BENCHMARKS / program), *flags]
+    (ended,) = run_together([command], place, env, timeout_s=1200)
+    return ended, place / "node-dry-run.json"
+
+
+@pytest.mark.slow
+def test_node_script_goes_through_all_stages(node_run):
+    ended, path = node_run
+    assert ended.status == 0, (ended.out, ended.err)
+    found = json.loads(ended.out.splitlines()[-1])
+    assert json.loads(path.read_text()) == found
+    assert found["kind"].startswith("dry run")
+    assert (found["weights"]["mesh"], found["wrong"]) == ("1x8", [])
+    ways = {name: (way["mesh"], way["cache"]) for name, way in found["correctness"].items()}
+    assert ways == {
+        "plain": ("1x8", "replicated"),
+        "speculative": ("1x8", "replicated"),
+        "cache by slots": ("1x8", "slots"),
+        "mesh 2x4": ("2x4", "replicated"),
+    }
+    for way in found["correctness"].values():
+        assert way["is_correct"]
+        assert (way["num_tokens"], way["num_equal"]) == (24, 24)
+    assert 0 < found["correctness"]["mesh 2x4"]["features"]["max"] < 1e-4
+    kinds = {name.split()[0] for name in found["collectives"]}
+    assert kinds == {"all-reduce", "all-gather", "all-to-all"}
+    # The residual stream of 4 sequences with 4 nodes each, 64 wide in f32.
+    stream = found["collectives"][f"all-reduce {4 * 4 * 64 * 4} bytes"]
+    assert stream["in_program"]["replicated"] >= 4
+    assert stream["us"]["median"] > 0
+    sweep = found["sweep"]["batch 4"]
+    assert sweep["plain"]["times_plain"]["median"] == 1
+    assert sweep["2x2x4"]["step_ms"]["median"] > 0
+    assert 1 <= sweep["2x2x4"]["accept_length"] <= 3
+
+
+def test_a_mesh_that_is_wrong_is_seen():
+    """Of one position in four everything is another vector; half may not be."""
+    rng = np.random.default_rng(0)
+    want, lengths = rng.normal(size=(2, 4, 8)), np.asarray([4, 4])
+    close = want + 1e-6 * rng.normal(size=want.shape)
+    assert node.difference(close, want, lengths)["max"] < 1e-5
+    one = close.copy()
+    one[:, 0] = -want[:, 0]
+    found = node.difference(one, want, lengths)
+    assert found["max"] == pytest.approx(2)
+    assert found["median"] < node.MAX_DIFFERENCE["float32"]
+    far = close + 0.1 * rng.normal(size=want.shape)
+    assert node.difference(far, want, lengths)["median"] > node.MAX_DIFFERENCE["bfloat16"]
+    figures = {"correctness": {"plain": {"is_correct": True}, "mesh 2x4": {"is_correct": False}}}
+    figures["collectives"] = {"all-reduce 8 bytes": {"error": "x", "is_correct": False}}
+    assert list(node.faults(figures)) == ["correctness mesh 2x4", "collectives all-reduce 8 bytes"]
 
 
 @pytest.mark.slow
