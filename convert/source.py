@@ -57,7 +57,10 @@ class Source:
         agree with its files, or a tensor in two files: all that were found.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, needs_weights: bool = True) -> None:
+        """Args:
+        needs_weights: whether to read what safetensors files say; without, there is no tensor.
+        """
         self.directory = Path(directory)
         problems = Problems(str(directory))
         if not self.directory.is_dir():
@@ -68,8 +71,8 @@ class Source:
         self.config = read_json(self.directory / "config.json", problems)
         self.generation_config = read_json(self.directory / "generation_config.json", problems)
         self.tokenizer_config = read_json(self.directory / "tokenizer_config.json", problems)
-        index = self._read_index(problems)
-        self.files = self._list_files(index, problems)
+        index = self._read_index(problems) if needs_weights else None
+        self.files = self._list_files(index, problems) if needs_weights else []
         self.tensors: dict[str, TensorInfo] = {}
         for file in self.files:
             for name, info in _read_header(self.directory / file, problems).items():

@@ -2,7 +2,7 @@
 
 A draft's acceptance says little by itself, since half of it is the text's: after `import` anybody
 guesses, inside a name nobody does. So the same tree is grown again from the target's own
-distributions, at the request's temperature, top-k and top-p, and walked along the text that was
+distributions, at the request's temperature and with its cuts, and walked along the text that was
 emitted. Greedy text has one possible continuation, and every level of the tree is accepted.
 
 The rows of the whole text are computed once and fill the cache. A step at the root in position r
@@ -31,8 +31,8 @@ from jaxspec.dims import typed
 from jaxspec.draft import Borrowed, Draft
 from jaxspec.errors import InputError
 from jaxspec.figures import accept_per_depth, ratio
-from jaxspec.generator import Request
 from jaxspec.mla import Pass
+from jaxspec.requests import Request, sampling_of
 from jaxspec.sampling import Sampling, keep_top
 from jaxspec.sharding import devices_of, specs_of
 from jaxspec.target import Target
@@ -240,15 +240,12 @@ def _texts(pairs: Sequence[tuple[Request, Sequence[int]]], batch_size: int, slot
     """The texts of a batch; places without one are empty."""
     tokens = np.zeros((batch_size, slots), np.int32)
     prompt_len, text_len = np.zeros(batch_size, np.int32), np.zeros(batch_size, np.int32)
-    temperature, top_k = np.zeros(batch_size, np.float32), np.zeros(batch_size, np.int32)
-    top_p = np.ones(batch_size, np.float32)
     for b, (request, emitted) in enumerate(pairs):
         whole = [*request.prompt_ids, *emitted]
         tokens[b, : len(whole)] = whole
         prompt_len[b], text_len[b] = len(request.prompt_ids), len(whole)
-        temperature[b], top_k[b], top_p[b] = request.temperature, request.top_k, request.top_p
-    no_seed = np.zeros(batch_size, np.uint32)  # the text is there already: nothing is drawn
-    return _Texts(tokens, prompt_len, text_len, Sampling(no_seed, temperature, top_k, top_p))
+    sampling = sampling_of({b: request for b, (request, _) in enumerate(pairs)}, batch_size)
+    return _Texts(tokens, prompt_len, text_len, sampling)
 
 
 def _read(
@@ -405,14 +402,14 @@ def _grow(
 
 @typed
 def _log_probs(logits_BTV: Float[Array, "B T V"], sampling: Sampling) -> Float[Array, "B T V"]:
-    """Log-probabilities of what `sampling.choose` chooses: after temperature, top-k and top-p.
+    """Log-probabilities of what `sampling.choose` chooses: after temperature and all that cuts.
 
     Greedy choice is certain: 0 for the likeliest token, -inf for all others.
     """
     logits_BTV = jnp.where(jnp.isnan(logits_BTV), -jnp.inf, logits_BTV)
     is_sampled_B11 = (sampling.temperature > 0)[:, None, None]
     score_BTV = logits_BTV / jnp.where(is_sampled_B11, sampling.temperature[:, None, None], 1.0)
-    is_kept_BTV = keep_top(score_BTV, sampling.top_k, sampling.top_p)
+    is_kept_BTV = keep_top(score_BTV, sampling)
     sampled_BTV = jax.nn.log_softmax(jnp.where(is_kept_BTV, score_BTV, -jnp.inf), axis=-1)
     best_BT1 = jnp.argmax(logits_BTV, axis=-1)[..., None]
     is_best_BTV = jnp.arange(logits_BTV.shape[-1])[None, None] == best_BT1

@@ -24,6 +24,7 @@ __all__ = [
     "PromptArgument",
     "PromptFileFlag",
     "TargetFlag",
+    "ThinkingFlag",
     "TokensFlag",
 ]
 
@@ -138,6 +139,13 @@ ChatFlag = Annotated[
         "--chat",
         help="Put text into the checkpoint's chat template, as a user's message. Messages always "
         "go through it.",
+    ),
+]
+ThinkingFlag = Annotated[
+    bool | None,
+    typer.Option(
+        "--thinking/--no-thinking",
+        help="On or off in the chat template. Default: as the template has it.",
     ),
 ]
 JsonFlag = Annotated[

@@ -9,6 +9,7 @@ import safetensors
 
 from jaxspec.aliases import Progress
 from jaxspec.errors import InputError
+from jaxspec.record_file import claimed_boundaries
 from jaxspec.recording import RecordConfig, record
 from jaxspec.target import Target
 
@@ -162,11 +163,4 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ..
         raise InputError(f"{path}: not a safetensors file ({error})") from error
     if lengths is None:
         lengths = np.full(tokens.shape[0], tokens.shape[1], np.int32)
-    said = metadata.get("boundaries", "")
-    parts = [part.strip() for part in said.split(",")] if said else []
-    if not all(part.isdigit() for part in parts):
-        raise InputError(
-            f"{path}: its metadata says boundaries {said!r}; expected ids, as in 1,3,5"
-        )
-    claimed = tuple(map(int, parts)) or None
-    return tokens, lengths, features, claimed
+    return tokens, lengths, features, claimed_boundaries(path, metadata)

@@ -20,15 +20,17 @@ from jaxspec.contracts import Boundaries, TargetIds
 from jaxspec.draft import Borrowed, Draft
 from jaxspec.errors import InputError
 from jaxspec.mla import Pass
+from jaxspec.record_file import FORMAT
 from jaxspec.sharding import devices_of, specs_of
 from jaxspec.target import Target
 from jaxspec.version import version
 
-__all__ = ["FORMAT", "Record", "RecordConfig", "record"]
+__all__ = ["Record", "RecordConfig", "logit_margins", "record"]
 
-FORMAT = "jaxspec-record-1"
+
 CHUNK = 128
 """Tokens per pass: one compilation for every length."""
+MARGIN_TOP = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +148,24 @@ def record(
         "boundaries": ",".join(map(str, plan.features)),
     }
     return Record(kept, metadata)
+
+
+def logit_margins(
+    target: Target, questions: Sequence[tuple[Sequence[int], tuple[int, int]]]
+) -> list[float]:
+    """After each (ids, two tokens), how far the tokens' logits are from each other.
+
+    At least so far, where a token is not among the best `MARGIN_TOP`.
+    """
+    config = RecordConfig(boundaries=(), top=min(MARGIN_TOP, target.config.vocab_size))
+    margins = []
+    for ids, tokens in questions:
+        arrays = record(target, None, [ids], config).arrays
+        best, best_ids = arrays["logits.top"][0, -1], arrays["logits.top_ids"][0, -1].tolist()
+        known = [float(best[best_ids.index(token)]) for token in tokens if token in best_ids]
+        known = known or [float(best[0])]
+        margins.append(abs(known[0] - (known[1] if len(known) > 1 else float(best[-1]))))
+    return margins
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,9 +22,10 @@ from jaxspec.checkpoint import load_target
 from jaxspec.config import MeshConfig, Numerics, TreeConfig
 from jaxspec.convert.write import convert
 from jaxspec.draft import Draft
-from jaxspec.generator import GenerateConfig, Generator, Request
+from jaxspec.generator import GenerateConfig, Generator
 from jaxspec.hlo import collectives
 from jaxspec.recording import record
+from jaxspec.requests import Request
 from jaxspec.sharding import Devices
 from jaxspec.target import Target
 from tests import make_checkpoint, tiny
@@ -45,7 +46,7 @@ def requests() -> list[Request]:
     """Two batches: prompts shorter and longer than a chunk, greedy and sampled ones."""
     rng = np.random.default_rng(5)
     prompts = [tuple(rng.integers(0, 48, length).tolist()) for length in range(1, 29, 2)]
-    sampled = {"temperature": 0.9, "top_k": 20, "top_p": 0.95}
+    sampled = {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "min_p": 0.01}
     return [
         Request(prompt, seed=seed, **(sampled if seed % 2 else {}))
         for seed, prompt in enumerate(prompts)

@@ -23,6 +23,7 @@ import gpu  # noqa: E402
 import kernel_timing  # noqa: E402
 import node  # noqa: E402
 import registers  # noqa: E402
+import scaling  # noqa: E402
 from kernel_timing import Ceilings, Plan  # noqa: E402
 from ops import OPS  # noqa: E402
 
@@ -289,3 +290,52 @@ def test_self_check(monkeypatch, capsys):
 
 def test_a_figure_has_four_digits():
     assert common.rounded({"a": [1.23456, 12345]}) == {"a": [1.235, 12345]}
+
+
+FEW = {"context": (4096, 8192, 32768), "batch": (1, 2, 16), "nodes": ("1x1x2", "3x1x4", "3x4x16")}
+
+
+def test_prediction_is_linear_where_it_should_be(monkeypatch):
+    found = scaling.predicted(FEW)
+    assert scaling.holds(found)
+    parts = found["context"]["parts"]
+    assert parts["attention cache"]["bytes"] == [61 * n * 576 * 2 for n in FEW["context"]]
+    # Experts fill up, and the FLOP of many nodes come to bind.
+    assert not found["batch"]["parts"]["routed experts"]["bytes_on_a_line"]["is_linear"]
+    of_nodes = found["nodes"]["parts"]["attention cache"]
+    assert (of_nodes["bound"][0], of_nodes["bound"][-1]) == ("bytes", "arithmetic")
+
+    def wrong(target, draft, shape):
+        works = work_of_step(target, draft, shape)
+        head = dataclasses.replace(works["head"], num_bytes=works["head"].num_bytes ** 1.01)
+        return works | {"head": head}
+
+    work_of_step = scaling.work_of_step
+    monkeypatch.setattr(scaling, "work_of_step", wrong)
+    assert not scaling.holds(scaling.predicted(FEW))
+
+
+def test_a_line_and_what_is_none():
+    sizes = [1, 2, 4, 8, 16]
+    line = scaling.Fit.of(sizes, [3 + 2 * x for x in sizes])
+    assert (line.intercept, line.slope) == pytest.approx((3, 2))
+    assert line.to_dict(scaling.EXACT)["is_linear"]
+    square = scaling.Fit.of(sizes, [3 + x * x for x in sizes])
+    assert not square.to_dict(scaling.NEARLY)["is_linear"]
+
+
+@pytest.mark.slow
+def test_steps_are_timed_along_each_axis(target, draft, monkeypatch, tmp_path):
+    sizes = {"context": (16, 32), "batch": (1, 2), "nodes": ("1x1x2", "2x1x3")}
+    found = scaling.measured(target, draft, sizes, scaling.Point(32, 1, "2x1x3"), 2, 3)
+    for axis, x in (("context", [16, 32]), ("batch", [1, 2]), ("nodes", [2, 3])):
+        assert found[axis]["sizes"] == x
+        assert all(one["median"] > 0 for one in found[axis]["step_ms"])
+        assert found[axis]["residual"] == pytest.approx(0, abs=1e-6), "two points are on a line"
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    scaling.draw_measured(found | {"target": "tiny"})
+    scaling.draw_predicted(scaling.predicted(FEW))
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "scaling_measured.png",
+        "scaling_predicted.png",
+    }

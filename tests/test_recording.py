@@ -211,3 +211,14 @@ def test_features_that_cannot_be_compared(pair, done, tmp_path):
     path.write_text("x")
     with pytest.raises(InputError, match="not a safetensors file"):
         identify(path, pair[0])
+
+
+def test_margins_of_tokens_that_part(pair, done, monkeypatch):
+    """From the record's own logits at the same place; at least so much, where they are not kept."""
+    target, _ = pair
+    logits = done.arrays["logits"][0, 3]
+    best, second, *_, last = np.argsort(-logits).tolist()
+    monkeypatch.setattr(recording, "MARGIN_TOP", 2)
+    asked = [(SEQUENCES[0][:4], tokens) for tokens in ((second, best), (best, last))]
+    gap = float(logits[best] - logits[second])
+    assert recording.logit_margins(target, asked) == pytest.approx([gap, gap], rel=1e-3)

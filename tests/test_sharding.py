@@ -90,7 +90,12 @@ def test_tokens_are_those_of_one_device(run):
 def margin_of(request: Any, tokens: list[int], config: dict[str, Any]) -> float:
     """By how much a target in numpy decides on the token that follows."""
     asked = OracleRequest(
-        request.prompt_ids, request.temperature, request.top_k, request.top_p, request.seed
+        request.prompt_ids,
+        request.temperature,
+        request.top_k,
+        request.top_p,
+        request.min_p,
+        request.seed,
     )
     target = ReferenceTarget(tiny.target_tensors(config), config)
     prompt = [*request.prompt_ids, *tokens]

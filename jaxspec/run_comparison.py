@@ -1,0 +1,305 @@
+"""Two run files, request by request: where the tokens part, and whether acceptance differs."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxspec.errors import InputError
+from jaxspec.figures import ratio
+from jaxspec.runfile import FORMAT
+
+__all__ = ["Difference", "Entry", "Estimate", "Group", "RunComparison", "compare_runs", "read_run"]
+
+RESAMPLES = 2000
+"""Of the requests, for an interval."""
+
+Question = tuple[list[int], tuple[int, int]]
+Margins = Callable[[list[Question]], list[float]]
+"""Of each (ids before them, two tokens): the distance of the tokens' logits after those ids."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One request of a run file; `accepted` drafted tokens in each of its verify steps."""
+
+    id: str
+    category: str | None
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    accepted: tuple[int, ...]
+    decode_ms: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Where a request's tokens part.
+
+    Attributes:
+      index: of the first output token that differs; a text that ended earlier has None there.
+      margin: distance of the two tokens' logits in the target; None where it was not asked for,
+        or one text has simply ended.
+    """
+
+    id: str
+    index: int
+    a: int | None
+    b: int | None
+    margin: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A figure of each run, and of their difference a - b, with 95 % intervals over requests."""
+
+    a: float
+    b: float
+    difference: float
+    low: float
+    high: float
+
+    @property
+    def differs(self) -> bool:
+        """Whether zero is outside the interval of the difference."""
+        return not self.low <= 0 <= self.high
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The requests of a category, or all of them.
+
+    Attributes:
+      accept_length: tokens emitted by verify steps per verify step; None without steps.
+      accept_per_depth: share of steps that accepted so many drafted tokens or more.
+      ms_per_step, tokens_per_s: of decoding, requests one after another; None without times.
+    """
+
+    name: str
+    num_requests: int
+    accept_length: Estimate | None
+    accept_per_depth: tuple[Estimate, ...]
+    ms_per_step: Estimate | None
+    tokens_per_s: Estimate | None
+
+
+@dataclasses.dataclass(frozen=True)
+class RunComparison:
+    """Two runs of the same requests.
+
+    Attributes:
+      headers: the files' first lines.
+      num_equal: requests whose tokens are the same.
+      only_in: requests that only one file has, by file.
+      tie: a margin below which a difference is no finding; None where no margins were asked for.
+    """
+
+    a: Path
+    b: Path
+    headers: tuple[dict[str, Any], dict[str, Any]]
+    num_requests: int
+    num_equal: int
+    differences: tuple[Difference, ...]
+    groups: tuple[Group, ...]
+    only_in: dict[str, tuple[str, ...]]
+    tie: float | None
+
+    @property
+    def num_ties(self) -> int:
+        """Differences that a near-tie of the logits explains."""
+        tie = self.tie
+        if tie is None:
+            return 0
+        return sum(d.margin is not None and d.margin <= tie for d in self.differences)
+
+    @property
+    def holds(self) -> bool:
+        """Whether all tokens are the same, but for near-ties."""
+        return self.num_requests > 0 and len(self.differences) == self.num_ties
+
+    def finding(self) -> str:
+        """The verdict in a sentence."""
+        text = f"{self.num_equal} of {self.num_requests} requests have the same tokens"
+        if self.differences and self.tie is None:
+            text += "; whether the others part at near-ties, --target DIR tells"
+        elif self.differences:
+            text += (
+                f"; of the others {self.num_ties} part at a near-tie (margin up to {self.tie:g})"
+            )
+        whole = self.groups[0].accept_length if self.groups else None
+        if whole is not None:
+            verdict = "differs" if whole.differs else "does not differ"
+            text += (
+                f"; accept_length {verdict}: {whole.a:.3f} and {whole.b:.3f}, a - b between "
+                f"{whole.low:+.3f} and {whole.high:+.3f}"
+            )
+        return text
+
+    def to_dict(self) -> dict[str, Any]:
+        """The `--json` object."""
+        found = dataclasses.asdict(self)
+        found |= {"a": str(self.a), "b": str(self.b), "headers": list(self.headers)}
+        found["only_in"] = {path: list(ids) for path, ids in self.only_in.items()}
+        for group in found["groups"]:
+            estimates = [group["accept_length"], *group["accept_per_depth"]]
+            for one in [*estimates, group["ms_per_step"], group["tokens_per_s"]]:
+                if one is not None:
+                    one["differs"] = not one["low"] <= 0 <= one["high"]
+        return {
+            "kind": "runs",
+            **found,
+            "num_ties": self.num_ties,
+            "finding": self.finding(),
+            "holds": self.holds,
+        }
+
+
+def read_run(path: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
+    """A run file's header, and its requests by id.
+
+    Raises:
+      InputError: it is none, or a line is damaged.
+    """
+    try:
+        first, *lines = path.read_text("utf-8").splitlines()
+        header = json.loads(first)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read as JSON lines ({error})") from error
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise InputError(f"{path}: its first line does not say format {FORMAT!r}: no run file")
+    entries = {}
+    for number, line in enumerate(lines, start=2):
+        try:
+            found = json.loads(line)
+            entry = Entry(
+                str(found["id"]),
+                found.get("category"),
+                tuple(map(int, found["prompt_ids"])),
+                tuple(map(int, found["output_ids"])),
+                tuple(map(int, found.get("accepted") or ())),
+                found.get("decode_ms"),
+            )
+        except (ValueError, TypeError, KeyError) as error:
+            raise InputError(f"{path}, line {number}: damaged ({error!r})") from error
+        if entry.id in entries:
+            raise InputError(f"{path}, line {number}: a second request {entry.id!r}")
+        entries[entry.id] = entry
+    return header, entries
+
+
+def compare_runs(
+    a: Path, b: Path, margins: Margins | None = None, tie: float | None = None
+) -> RunComparison:
+    """The comparison of the requests that both files hold.
+
+    Args:
+      margins: of the logits where two texts part; None leaves them unknown.
+      tie: the margin up to which it is a near-tie.
+
+    Raises:
+      InputError: a file is no run file, or a request has two prompts.
+    """
+    (header_a, run_a), (header_b, run_b) = read_run(a), read_run(b)
+    both = [id for id in run_a if id in run_b]
+    for id in both:
+        if run_a[id].prompt_ids != run_b[id].prompt_ids:
+            raise InputError(
+                f"{a} and {b}: request {id!r} has another prompt in each: runs of other prompts "
+                "cannot be compared"
+            )
+    pairs = [(run_a[id], run_b[id]) for id in both]
+    differences = _differences(pairs, margins)
+    groups = [_group("all", pairs)] if pairs else []
+    categories = sorted({one.category for one, _ in pairs if one.category is not None})
+    for category in categories:
+        groups.append(_group(category, [pair for pair in pairs if pair[0].category == category]))
+    only_in = {
+        str(path): tuple(id for id in run if id not in other)
+        for path, run, other in ((a, run_a, run_b), (b, run_b, run_a))
+    }
+    return RunComparison(
+        a,
+        b,
+        (header_a, header_b),
+        len(pairs),
+        len(pairs) - len(differences),
+        tuple(differences),
+        tuple(groups),
+        only_in,
+        tie,
+    )
+
+
+def _differences(pairs: Sequence[tuple[Entry, Entry]], margins: Margins | None) -> list[Difference]:
+    found, questions = [], []
+    for one, other in pairs:
+        a, b = one.output_ids, other.output_ids
+        if a == b:
+            continue
+        index = next(
+            (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+        )
+        tokens = tuple(ids[index] if index < len(ids) else None for ids in (a, b))
+        found.append(Difference(one.id, index, *tokens, margin=None))
+        questions.append(([*one.prompt_ids, *a[:index]], tokens))
+    if margins is None:
+        return found
+    asked = [i for i, (_, tokens) in enumerate(questions) if None not in tokens]
+    for i, margin in zip(asked, margins([questions[i] for i in asked]), strict=True):
+        found[i] = dataclasses.replace(found[i], margin=margin)
+    return found
+
+
+def _group(name: str, pairs: Sequence[tuple[Entry, Entry]]) -> Group:
+    """The figures of requests, each a ratio of sums over them; intervals by resampling requests,
+    the same ones for both runs."""
+    count = len(pairs)
+    rng = np.random.default_rng(0)
+    chosen = rng.integers(count, size=(RESAMPLES, count))
+
+    def estimate(
+        above: Callable[[Entry], float], below: Callable[[Entry], float]
+    ) -> Estimate | None:
+        values = [
+            (np.array([above(e) for e in side]), np.array([below(e) for e in side], float))
+            for side in zip(*pairs, strict=True)
+        ]
+        a, b = (ratio(float(x.sum()), float(y.sum())) for x, y in values)
+        if a is None or b is None:
+            return None
+        drawn = []
+        for x, y in values:
+            total = y[chosen].sum(axis=1)
+            drawn.append(x[chosen].sum(axis=1) / np.where(total == 0, np.nan, total))
+        low, high = np.nanpercentile(drawn[0] - drawn[1], [2.5, 97.5])
+        return Estimate(a, b, a - b, float(low), float(high))
+
+    deepest = max((n for pair in pairs for entry in pair for n in entry.accepted), default=0)
+    per_depth = [
+        estimate(lambda entry, d=depth: sum(n >= d for n in entry.accepted), _steps)
+        for depth in range(1, deepest + 1)
+    ]
+    is_timed = all(_decode_ms(entry) > 0 for pair in pairs for entry in pair)
+    return Group(
+        name,
+        count,
+        estimate(_decoded, _steps),
+        tuple(one for one in per_depth if one is not None),
+        estimate(_decode_ms, _steps) if is_timed else None,
+        estimate(_decoded, lambda entry: _decode_ms(entry) / 1e3) if is_timed else None,
+    )
+
+
+def _steps(entry: Entry) -> int:
+    return len(entry.accepted)
+
+
+def _decoded(entry: Entry) -> int:
+    """Tokens from steps: all but the first, which comes from prefill."""
+    return max(len(entry.output_ids) - 1, 0)
+
+
+def _decode_ms(entry: Entry) -> float:
+    return entry.decode_ms or 0.0

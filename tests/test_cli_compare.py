@@ -1,0 +1,74 @@
+"""`jaxspec compare` from its flags to its exit status."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from jaxspec import cli
+from jaxspec.recording import Record
+from tests.test_run_comparison import HEADER, entry
+
+METADATA = {"format": "jaxspec-record-1", "dtype": "float32"}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Records a, b (which differs in boundary 1) and a run file."""
+    rng = np.random.default_rng(0)
+    arrays = {"tokens": np.arange(6, dtype=np.int32).reshape(2, 3)}
+    arrays |= {f"boundary.{b:03d}": rng.normal(size=(2, 3, 8)).astype("float32") for b in range(3)}
+    Record(arrays, METADATA).save(tmp_path / "a.safetensors")
+    arrays["boundary.001"] = 1.01 * arrays["boundary.001"]
+    Record(arrays, METADATA).save(tmp_path / "b.safetensors")
+    lines = [HEADER, entry("x", range(8), (3, 1, 0)), entry("y", range(5), (0, 2))]
+    (tmp_path / "run.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def run(place, monkeypatch, capsys):
+    def run(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["jaxspec", "compare", *args])
+        with pytest.raises(SystemExit) as exit:
+            cli.main()
+        return exit.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+def test_records(run, place):
+    status, out, err = run("a.safetensors", "a.safetensors", "--plot", "p.png")
+    assert (status, err) == (0, "") and out.endswith("they agree\n")
+    assert (place / "p.png").stat().st_size > 5000
+    status, out, _ = run("a.safetensors", "b.safetensors", "--json")
+    found = json.loads(out.splitlines()[-1])
+    assert status == 1 and found["kind"] == "records" and not found["holds"]
+    assert found["finding"].startswith("boundary.001 is the first to differ")
+    status, out, _ = run("a.safetensors", "a.safetensors", "--require", "boundary,logits")
+    assert status == 1 and "required and not compared: logits (in neither record)" in out
+
+
+def test_runs(run):
+    status, out, err = run("run.jsonl", "run.jsonl")
+    assert (status, err) == (0, "") and "2 of 2 requests have the same tokens" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("a.safetensors", "run.jsonl"), "run.jsonl is a run file and a.safetensors a record"),
+        (("a.safetensors", "none"), "none: cannot be read (No such file"),
+        (("a.safetensors", "a.safetensors", "--require", "tokens"), "--require tokens: there are"),
+        (("a.safetensors", "a.safetensors", "--target", "x"), "--target is of run files"),
+        (("run.jsonl", "run.jsonl", "--align"), "are of records; these are runs"),
+        (("a.safetensors", "a.safetensors", "--plot", "no/p.png"), "cannot be written"),
+        (("a.safetensors", "a.safetensors", "--reference", "none"), "none: cannot be read"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_bad_input(run, args, message):
+    status, out, err = run(*args)
+    assert (status, out) == (2, "") and message in err and err.count("\n") == 1

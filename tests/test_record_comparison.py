@@ -1,0 +1,332 @@
+"""Comparing records: a numpy model of the formulas is the other framework, faults planted in it."""
+
+import numpy as np
+import pytest
+
+from jaxspec.comparison_view import plot_records, tables_of_records
+from jaxspec.errors import InputError
+from jaxspec.record_comparison import compare_records
+from jaxspec.record_file import FORMAT
+from jaxspec.recording import Record, RecordConfig, record
+from tests import tiny
+from tests.reference import formulas
+from tests.reference.target import ReferenceTarget
+
+SEQUENCES = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 11, 23, 7], [8, 9, 7, 2, 3], [11]]
+CONFIG = tiny.TARGET_CONFIG
+TENSORS = tiny.target_tensors(CONFIG)
+FIRST_SPARSE = CONFIG["first_k_dense_replace"]
+
+
+def record_of(model: ReferenceTarget, dtype: str = "float32") -> Record:
+    """What `model` says of the sequences, in f32."""
+    runs = [model.run(ids) for ids in SEQUENCES]
+    batch, longest = len(SEQUENCES), max(map(len, SEQUENCES))
+
+    def padded(rows: list[np.ndarray]) -> np.ndarray:
+        out = np.zeros((batch, longest, *rows[0].shape[1:]), np.asarray(rows[0]).dtype)
+        for row, values in zip(out, rows, strict=True):
+            row[: len(values)] = values
+        return out
+
+    arrays = {
+        "tokens": padded([np.array(ids, np.int32) for ids in SEQUENCES]),
+        "lengths": np.array([len(ids) for ids in SEQUENCES], np.int32),
+        "logits": padded([run.logits for run in runs]).astype(np.float32),
+    }
+    for b in range(CONFIG["num_hidden_layers"] + 1):
+        arrays[f"boundary.{b:03d}"] = padded([r.boundaries[b] for r in runs]).astype(np.float32)
+    for i in range(len(runs[0].experts)):
+        layer = FIRST_SPARSE + i
+        arrays[f"router.{layer:03d}"] = padded([r.experts[i] for r in runs]).astype(np.int32)
+        margins = padded([r.margins[i] for r in runs]).astype(np.float32)
+        arrays[f"router_margin.{layer:03d}"] = margins
+    return Record(arrays, {"format": FORMAT, "framework": "numpy", "dtype": dtype})
+
+
+def changed(done: Record, metadata: dict[str, str] | None = None, **arrays) -> Record:
+    """The record with arrays replaced; None takes one away."""
+    kept = {**done.arrays, **{name.replace("__", "."): x for name, x in arrays.items()}}
+    kept = {name: array for name, array in kept.items() if array is not None}
+    return Record(kept, done.metadata | (metadata or {}))
+
+
+@pytest.fixture(scope="module")
+def healthy() -> Record:
+    return record_of(ReferenceTarget(TENSORS, CONFIG))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Saves records, and returns where they are."""
+
+    def save(*records: Record):
+        paths = [tmp_path / f"{name}.safetensors" for name, _ in zip("abr", records, strict=False)]
+        for path, one in zip(paths, records, strict=True):
+            one.save(path)
+        return paths
+
+    return save
+
+
+def test_two_frameworks_agree(healthy, saved, tmp_path):
+    target = tiny.target_module(TENSORS, CONFIG)
+    ours = record(target, None, SEQUENCES, RecordConfig())
+    found = compare_records(*saved(ours, healthy), require=("boundary", "router", "logits"))
+    assert found.holds, found.finding()
+    assert found.finding() == "they agree"
+    assert found.num_tokens == sum(map(len, SEQUENCES))
+    assert len(found.boundaries) == CONFIG["num_hidden_layers"] + 1
+    assert [one.top1 for one in found.logits] == [1.0]
+    assert found.logits[0].kl == pytest.approx(0, abs=1e-9)
+    # Of one array, by the definitions: norms in f64 over all real rows.
+    name = f"boundary.{CONFIG['num_hidden_layers']:03d}"
+    rows = np.arange(ours.arrays["tokens"].shape[1]) < ours.arrays["lengths"][:, None]
+    a, b = (one.arrays[name][rows].astype(np.float64) for one in (ours, healthy))
+    one = found.boundaries[-1]
+    assert one.error == pytest.approx(np.linalg.norm(a - b) / np.linalg.norm(b), rel=1e-3)
+    errors = np.linalg.norm(a - b, axis=1) / np.linalg.norm(b, axis=1)
+    assert one.worst == pytest.approx(errors.max(), rel=1e-3)
+    assert one.middle == pytest.approx(np.median(errors), rel=1e-3)
+    assert one.largest == pytest.approx(np.abs(a - b).max(), rel=1e-3)
+    for path in (tmp_path / "p.png", tmp_path / "p.pdf"):
+        plot_records(found, path)
+        assert path.stat().st_size > 5000
+    assert len(tables_of_records(found)) == 3
+
+
+class Faulty(ReferenceTarget):
+    """A model with one fault planted."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault, config = fault, CONFIG
+        if fault == "scaling factor dropped":
+            config = config | {"routed_scaling_factor": 1.0}
+        if fault == "epsilon of the norms":
+            config = config | {"rms_norm_eps": 1e-3}
+        super().__init__(TENSORS, config)
+        experts = range(config["n_routed_experts"])
+        if fault == "gate and up swapped in layer 2":
+            for e in experts:
+                one = self.layers[2]
+                gate, up = f"mlp.experts.{e}.gate_proj", f"mlp.experts.{e}.up_proj"
+                one[gate], one[up] = one[up], one[gate]
+        if fault == "a scale off by one group in layer 3":
+            expert = ReferenceTarget(TENSORS, CONFIG).run(SEQUENCES[0]).experts[-1][0, 0]
+            down = self.layers[3][f"mlp.experts.{expert}.down_proj"]
+            down[:, :32] = 1.5 * down[:, :32]
+        if fault == "int4 offset 7 for 8":
+            for weights in self.layers[FIRST_SPARSE:]:
+                for e in experts:
+                    weights[f"mlp.experts.{e}.up_proj"] = weights[f"mlp.experts.{e}.up_proj"] + 0.01
+        if fault == "an embedding":
+            self.embed = self.embed.copy()
+            self.embed[4] *= 1.01
+
+    @property
+    def softmax_scale(self) -> float:
+        c = self.config
+        if self.fault == "mscale left out":
+            return (c["qk_nope_head_dim"] + c["qk_rope_head_dim"]) ** -0.5
+        return super().softmax_scale
+
+    def attention(self, weights, x, positions, sees):
+        with pytest.MonkeyPatch.context() as patch:
+            if self.fault == "rotary halves for pairs":
+                patch.setattr(formulas, "rotate_pairs", formulas.rotate_halves)
+            if self.fault == "mscale on cosine and sine":
+                patch.setattr(formulas, "cos_sin_factor", lambda yarn: 1.2)
+            return super().attention(weights, x, positions, sees)
+
+    def route(self, weights, x):
+        chosen, share, margin = super().route(weights, x)
+        if self.fault == "router bias in the weights":
+            share = share + weights["mlp.gate.e_score_correction_bias"][chosen]
+        return chosen, share, margin
+
+    def mixture(self, weights, x, chosen, share):
+        if self.fault == "shared expert left out":
+            names = (f"mlp.shared_experts.{n}_proj" for n in ("gate", "up", "down"))
+            left_out = formulas.swiglu(x, *(weights[name] for name in names))
+            return super().mixture(weights, x, chosen, share) - left_out
+        return super().mixture(weights, x, chosen, share)
+
+
+FAULTS = {
+    "an embedding": 0,
+    "rotary halves for pairs": 1,
+    "mscale left out": 1,
+    "mscale on cosine and sine": 1,
+    "epsilon of the norms": 1,
+    "router bias in the weights": FIRST_SPARSE + 1,
+    "scaling factor dropped": FIRST_SPARSE + 1,
+    "shared expert left out": FIRST_SPARSE + 1,
+    "int4 offset 7 for 8": FIRST_SPARSE + 1,
+    "gate and up swapped in layer 2": 3,
+    "a scale off by one group in layer 3": 4,
+}
+"""Of each, the first boundary that it reaches."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found_in_its_layer(fault, healthy, saved):
+    found = compare_records(*saved(record_of(Faulty(fault)), healthy))
+    assert not found.holds
+    first = next(one for one in found.boundaries if not one.holds)
+    assert first.depth == FAULTS[fault], found.finding()
+    said = found.finding()
+    assert said.startswith(f"{first.name} is the first to differ")
+    if first.depth == 0:
+        assert "the embedding" in said
+    else:
+        kind = "dense" if first.depth <= FIRST_SPARSE else "sparse"
+        assert f"layer {first.depth - 1} ({kind}" in said
+
+
+def test_a_head_of_its_own(healthy, saved):
+    logits = 1.001 * healthy.arrays["logits"]
+    found = compare_records(*saved(changed(healthy, logits=logits), healthy))
+    assert "logits differ" in found.finding() and "final norm or the head" in found.finding()
+    assert found.logits[0].top1 == 1.0 and found.logits[0].kl > 0
+
+
+def test_logits_by_their_definitions(healthy, saved):
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=healthy.arrays["logits"].shape).astype(np.float32)
+    found = compare_records(*saved(changed(healthy, logits=logits), healthy)).logits[0]
+    rows = np.arange(logits.shape[1]) < healthy.arrays["lengths"][:, None]
+    a, b = logits[rows], healthy.arrays["logits"][rows]
+    p, q = np.exp(formulas.log_softmax(a)), np.exp(formulas.log_softmax(b))
+    assert found.kl == pytest.approx((q * np.log(q / p)).sum(-1).mean(), rel=1e-4)
+    assert found.top1 == (a.argmax(-1) == b.argmax(-1)).mean()
+    ranks = [sorted(-x).index(-x[y.argmax()]) + 1 for x, y in zip(a, b, strict=True)]
+    assert found.rank == max(ranks)
+
+
+def test_only_the_best_logits(healthy, saved):
+    def best(done: Record, k: int) -> Record:
+        order = np.argsort(-done.arrays["logits"], axis=-1)[..., :k].astype(np.int32)
+        top = np.take_along_axis(done.arrays["logits"], order, axis=-1)
+        return changed(done, logits=None, logits__top=top, logits__top_ids=order)
+
+    found = compare_records(*saved(best(healthy, 3), best(healthy, 5)))
+    assert found.holds and found.logits[0].top1 == 1.0
+    assert found.logits[0].kl is None and found.logits[0].rank == 1
+    without_ids = changed(best(healthy, 3), logits__top_ids=None)
+    found = compare_records(*saved(without_ids, best(healthy, 5)), require=("logits",))
+    assert not found.holds and found.missing == ("logits",)
+    assert "logits.top" in found.not_compared
+
+
+def test_a_near_tie_is_left_out_and_counted(healthy, saved):
+    layer, at = FIRST_SPARSE, (0, 5)
+    router, margin = f"router.{layer:03d}", f"router_margin.{layer:03d}"
+    experts, margins = healthy.arrays[router].copy(), healthy.arrays[margin].copy()
+    experts[at] = (experts[at] + 1) % CONFIG["n_routed_experts"]
+    other = {router.replace(".", "__"): experts}
+    spoilt = healthy.arrays["boundary.004"].copy()
+    spoilt[0, 7] += 1  # a later position of the same sequence, in a deeper layer
+    other["boundary__004"] = spoilt
+    found = compare_records(*saved(changed(healthy, **other), healthy))
+    assert not found.holds, "the margin was no tie's"
+    margins[at] = 1e-6
+    tie = {margin.replace(".", "__"): margins}
+    found = compare_records(*saved(changed(healthy, **other, **tie), healthy))
+    assert found.holds, found.finding()
+    assert found.routers[0].num_other == found.routers[0].num_ties == 1
+    assert found.num_left_out == len(SEQUENCES[0]) - 5
+    spoilt[1, 2] += 1  # another sequence: nothing excuses it
+    found = compare_records(*saved(changed(healthy, **other, **tie), healthy))
+    assert not found.holds and found.boundaries[-1].worst_at == (1, 2)
+
+
+def test_a_reference_tells_who_is_wrong(healthy, saved):
+    rng = np.random.default_rng(0)
+
+    def rounded(done: Record) -> Record:
+        arrays = {
+            name: (x * (1 + 2e-3 * rng.normal(size=x.shape))).astype(np.float32)
+            for name, x in done.arrays.items()
+            if name.startswith("boundary") and name != "boundary.000"
+        }
+        kept = {"tokens", "lengths", "boundary.000"}
+        kept = {name: x for name, x in done.arrays.items() if name in kept}
+        return Record(kept | arrays, done.metadata | {"dtype": "bfloat16"})
+
+    right = rounded(healthy)
+    found = compare_records(*saved(right, rounded(healthy), healthy)[:2])
+    assert found.holds and found.dtypes == ("bfloat16", "bfloat16")
+    wrong = rounded(record_of(Faulty("a scale off by one group in layer 3")))
+    a, b, reference = saved(wrong, right, healthy)
+    found = compare_records(a, b, reference)
+    assert found.boundaries[4].flagged == "a" and found.boundaries[3].holds, found.finding()
+    assert "a is at fault" in found.finding()
+    assert compare_records(b, a, reference).boundaries[4].flagged == "b"
+    with pytest.raises(InputError, match=r"a reference is in float32, and this is bfloat16"):
+        compare_records(a, reference, b)
+
+
+def test_features_by_the_boundary_they_are(healthy, saved):
+    def with_features(ids: tuple[int, ...], said: str) -> Record:
+        features = np.concatenate([healthy.arrays[f"boundary.{b:03d}"] for b in ids], axis=-1)
+        return changed(healthy, {"boundaries": said}, features=features)
+
+    right = with_features((1, 2, 4), "1,2,4")
+    found = compare_records(*saved(right, with_features((1, 3, 4), "1,2,4")))
+    assert "what is captured as features" in found.finding()
+    differing = [one.name for one in found.arrays if not one.holds]
+    assert differing == ["features[1] (boundary 2)"]
+    with pytest.raises(InputError, match="features of other boundaries"):
+        compare_records(*saved(right, with_features((1, 3, 4), "1,3,4")))
+
+
+def test_nothing_in_common(healthy, saved):
+    only_tokens = {n: healthy.arrays[n] for n in ("tokens", "lengths")}
+    found = compare_records(*saved(Record(only_tokens, healthy.metadata), healthy))
+    assert found.is_empty and not found.holds
+    assert "nothing was compared" in found.finding()
+
+
+def test_other_tokens(healthy, saved):
+    tokens = healthy.arrays["tokens"].copy()
+    tokens[0, 9] = 0
+    other = changed(healthy, tokens=tokens)
+    with pytest.raises(InputError, match=r"in sequence 0 at position 9 0 and 11; --align"):
+        compare_records(*saved(other, healthy))
+    found = compare_records(*saved(other, healthy), aligns=True)
+    assert found.holds and found.num_tokens == sum(map(len, SEQUENCES)) - 3
+    shorter = changed(healthy, lengths=healthy.arrays["lengths"] - np.array([1, 0, 0], np.int32))
+    with pytest.raises(InputError, match=r"lengths \[11, 5, 1\] and \[12, 5, 1\]"):
+        compare_records(*saved(shorter, healthy))
+    apart = changed(healthy, tokens=tokens + 1)
+    with pytest.raises(InputError, match="not one token in common"):
+        compare_records(*saved(apart, healthy), aligns=True)
+
+
+def test_files_that_are_no_records(healthy, saved, tmp_path):
+    good, other = saved(healthy, healthy)
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes(good.read_bytes()[:-100])
+    nan = healthy.arrays["boundary.002"].copy()
+    nan[1, 3, 5] = np.nan
+    bad = {
+        "cannot be read as safetensors": cut,
+        "such file": tmp_path / "missing.safetensors",
+        "says format None": saved(Record(healthy.arrays, {}))[0],
+    }
+    for message, path in bad.items():
+        with pytest.raises(InputError, match=message):
+            compare_records(path, other)
+    for message, done in {
+        r"boundary.002 holds nan in sequence 1 at position 3 \(1 such": changed(
+            healthy, boundary__002=nan
+        ),
+        "a record without `tokens`": changed(healthy, tokens=None),
+        r"lengths are \[99, 5, 1\]": changed(healthy, lengths=np.array([99, 5, 1], np.int32)),
+        "records of other models": changed(healthy, logits=healthy.arrays["logits"][..., :9]),
+        "first two sizes must be equal": changed(healthy, logits=healthy.arrays["logits"][:2]),
+    }.items():
+        path = tmp_path / "bad.safetensors"
+        done.save(path)
+        with pytest.raises(InputError, match=message):
+            compare_records(path, other)
