@@ -11,6 +11,7 @@ import platform
 import shlex
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -72,6 +73,24 @@ def in_turn(programs: Mapping[str, Callable[[], float]], rounds: int) -> dict[st
 def ratio(numerator: np.ndarray, denominator: np.ndarray) -> Spread:
     """The quotient of two programs' figures, taken round by round."""
     return Spread.of(numerator / denominator)
+
+
+def attempt(takes_s: float, end: float, what: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What it found, or why it found nothing; an error of any kind is one of its findings.
+
+    Args:
+      takes_s: what it takes about; with less than that left until `end` it is not begun.
+    """
+    left = end - time.monotonic()
+    if left < takes_s:
+        return {"why_not": f"{left:.0f} s were left, and it takes about {takes_s:.0f}"}
+    started = time.monotonic()
+    try:
+        found = what()
+    except Exception as error:
+        traceback.print_exc()
+        found = {"is_correct": False, "error": f"{type(error).__name__}: {error}"[:500]}
+    return found | {"took_s": time.monotonic() - started}
 
 
 def standard_error(values: Sequence[float] | np.ndarray) -> float:

@@ -47,7 +47,7 @@ from jaxspec import (
 from jaxspec.ceiling import Ceiling, accept_ceiling
 from jaxspec.draft import Draft
 from jaxspec.figures import accept_per_depth
-from jaxspec.generator import Completion
+from jaxspec.requests import Completion
 from jaxspec.target import Target
 
 TREES = ("3x1x4", "3x4x16")

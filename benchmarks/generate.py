@@ -46,6 +46,7 @@ from jaxspec.draft import Draft
 from jaxspec.mla import Pass
 from jaxspec.sampling import Sampling, choose
 from jaxspec.step import (
+    NUM_STOP_IDS,
     Admission,
     Settings,
     State,
@@ -191,7 +192,7 @@ def steps(
 ) -> Callable[[], float]:
     """Times STEPS steps after the same prompt in every place; no tree is plain decoding."""
     capture = target.boundaries(draft.config.boundaries.ids, "benchmark") if tree else None
-    settings = Settings(tree and TreeConfig.parse(tree), capture, (), chunk=16)
+    settings = Settings(tree and TreeConfig.parse(tree), capture, chunk=16)
     graph, params = nnx.split((target, draft if tree else None))
 
     @jax.jit
@@ -274,21 +275,12 @@ def reference(
         process.wait()
 
 
-def _sampling(batch: int) -> Sampling:
-    """Greedy."""
-    return Sampling(
-        jnp.zeros(batch, jnp.uint32),
-        jnp.zeros(batch, jnp.float32),
-        jnp.zeros(batch, jnp.int32),
-        jnp.ones(batch, jnp.float32),
-    )
-
-
 def _admission(prompt: Sequence[int], batch: int) -> Admission:
     padded = jnp.zeros((batch, CONTEXT), jnp.int32).at[:, : len(prompt)].set(jnp.asarray(prompt))
     room = jnp.full((batch,), CONTEXT - len(prompt), jnp.int32)
     length = jnp.full((batch,), len(prompt), jnp.int32)
-    return Admission(jnp.ones(batch, bool), padded, length, room, _sampling(batch))
+    no_stop = jnp.full((batch, NUM_STOP_IDS), -1)
+    return Admission(jnp.ones(batch, bool), padded, length, room, no_stop, Sampling.of(batch))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import json
 import math
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -147,8 +146,8 @@ def stages(run: Run, end: float, folder: Path) -> Iterator[tuple[str, Any]]:
     ):
         found: dict[str, Any] = {}
         for name, what in todo.items():
-            found[name] = attempt(
-                stage, end, what if callable(what) else lambda what=what: check(*what, run)
+            found[name] = common.attempt(
+                SECONDS[stage], end, what if callable(what) else lambda what=what: check(*what, run)
             )
             print(f"{stage:12}{name:34}{json.dumps(common.rounded(found[name]))}", flush=True)
             yield stage, found
@@ -160,8 +159,8 @@ def stages(run: Run, end: float, folder: Path) -> Iterator[tuple[str, Any]]:
     cases: list[dict[str, Any]] = []
     for op, name, case in run.times:
         described = kernel_timing.described(op, name, case, ceilings)
-        measured = attempt(
-            "times",
+        measured = common.attempt(
+            SECONDS["times"],
             end,
             lambda op=op, name=name, case=case: kernel_timing.measure(
                 name, case, op, ceilings, run.rounds, run.implementations, run.rotated_bytes
@@ -171,20 +170,6 @@ def stages(run: Run, end: float, folder: Path) -> Iterator[tuple[str, Any]]:
         if "why_not" not in measured:
             kernel_timing.print_case(cases[-1])
         yield "times", cases
-
-
-def attempt(stage: str, end: float, what: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What it found, or why it found nothing; an error of any kind is one of its findings."""
-    left = end - time.monotonic()
-    if left < SECONDS[stage]:
-        return {"why_not": f"{left:.0f} s were left, and it takes about {SECONDS[stage]:.0f}"}
-    started = time.monotonic()
-    try:
-        found = what()
-    except Exception as error:
-        traceback.print_exc()
-        found = {"is_correct": False, "error": f"{type(error).__name__}: {error}"[:500]}
-    return found | {"took_s": time.monotonic() - started}
 
 
 def faults(figures: Mapping[str, Any]) -> Iterator[str]:

@@ -10,6 +10,7 @@ Everything is written into `DST.partial`, and one rename makes it `DST`:
 
 import contextlib
 import dataclasses
+import errno
 import itertools
 import json
 import shutil
@@ -25,7 +26,8 @@ from jaxspec.convert.plan import Piece, Rule, build_piece
 from jaxspec.convert.prepare import Prepared
 from jaxspec.convert.problems import CheckpointError, Problems
 from jaxspec.convert.source import Source
-from jaxspec.convert.store import is_written, remove_unfinished, writing_to
+from jaxspec.convert.store import remove_unfinished, writing_to
+from jaxspec.convert.stored import is_written, sizes_of
 
 __all__ = ["COPIED", "files_of", "write_checkpoint"]
 
@@ -73,6 +75,8 @@ def write_checkpoint(
         partial.rename(destination)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
+        if error.errno == errno.ENOSPC:
+            where += f"; {_Room.of(manifest, partial)}"
         raise CheckpointError(
             str(partial),
             [
@@ -90,7 +94,7 @@ def _fill(
     source, rules = prepared.source, prepared.rules_by_piece()
     kept = _resume(manifest, partial)
     work = _Work(source, rules, kept, progress)
-    _check_room(manifest, work, partial)
+    _check_room(manifest, partial)
     problems = Problems(str(source.directory))
     with (
         Hashes(_in_order(source, rules), partial / HASHES) as hashes,
@@ -242,18 +246,30 @@ def _difference(found: Any, plan: dict[str, Any]) -> str:
     return f"they differ in {', '.join(key for key in plan if found.get(key) != plan[key])}"
 
 
-def _check_room(manifest: Manifest, work: _Work, partial: Path) -> None:
-    """Raises CheckpointError where the disk cannot hold what is to be written."""
-    left = 1 - work.done_bytes / work.total_bytes
-    needed, free = (
-        int(left * sum(leaf["bytes"] for leaf in manifest.leaves)),
-        shutil.disk_usage(partial).free,
-    )
-    if needed > free:
-        raise CheckpointError(
-            str(partial),
-            [
-                f"{needed / 1e9:.3f} GB are to be written and its disk has {free / 1e9:.3f} GB "
-                "free; make room, or choose another destination"
-            ],
+@dataclasses.dataclass(frozen=True)
+class _Room:
+    """Bytes that are still to be written, and that the disk has free."""
+
+    needed: int
+    free: int
+
+    @classmethod
+    def of(cls, manifest: Manifest, partial: Path) -> "_Room":
+        params = partial / "params"
+        names = [piece["name"] for piece in manifest.pieces if is_written(params, piece["name"])]
+        written = sum(sum(sizes_of(params / name).values()) for name in names)
+        whole = sum(leaf["bytes"] for leaf in manifest.leaves)
+        return cls(max(0, whole - written), shutil.disk_usage(partial).free)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.needed / 1e9:.3f} GB are to be written and its disk has {self.free / 1e9:.3f} "
+            "GB free"
         )
+
+
+def _check_room(manifest: Manifest, partial: Path) -> None:
+    """Raises CheckpointError where the disk cannot hold what is to be written."""
+    room = _Room.of(manifest, partial)
+    if room.needed > room.free:
+        raise CheckpointError(str(partial), [f"{room}; make room, or choose another destination"])

@@ -9,7 +9,7 @@ import itertools
 import json
 import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxspec.aliases import Convention, PathLike, Progress
 from jaxspec.config import DraftConfig, TargetConfig, TreeConfig
@@ -34,6 +34,9 @@ from jaxspec.convert.problems import CheckpointError, Problems
 from jaxspec.convert.shards import ShardWriter, widest_first
 from jaxspec.convert.write import ConvertConfig, prepare
 from jaxspec.kernels.expert_matmul.packing import GROUP
+
+if TYPE_CHECKING:
+    from jaxspec.convert.stored import StoredPiece
 
 __all__ = ["ExportConfig", "ExportReport", "Layout", "export"]
 
@@ -260,7 +263,9 @@ def _write(
     return len(index), num_bytes
 
 
-def _restored(piece: Piece, rules: dict[str, list[Rule]], source: Path) -> dict[str, Any]:
+def _restored(
+    piece: "Piece | StoredPiece", rules: dict[str, list[Rule]], source: Path
+) -> dict[str, Any]:
     """The tensors of a piece."""
     wanted = rules.get(piece.name, [])
     if {leaf for rule in wanted for leaf in rule.leaves} != piece.leaves.keys():
@@ -270,7 +275,7 @@ def _restored(piece: Piece, rules: dict[str, list[Rule]], source: Path) -> dict[
         )
     tensors = {}
     for rule in wanted:
-        tensors |= rule.restore(*(piece.leaves[leaf] for leaf in rule.leaves))
+        tensors |= rule.restore(*(piece.leaves[leaf][...] for leaf in rule.leaves))
     return tensors
 
 

@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -83,10 +83,18 @@ class Prepared:
         """What the rules read with; what is wrong with values goes to `problems`."""
         return Reader(self.source, problems, self.quantization.block)
 
-    def pieces(self, problems: Problems) -> Iterator[Piece]:
-        """Builds the pieces one by one; what is wrong with their values goes to `problems`."""
+    def pieces(
+        self, problems: Problems, is_needed: Callable[[Rule], bool] = lambda _: True
+    ) -> Iterator[Piece]:
+        """Builds the pieces one by one; what is wrong with their values goes to `problems`.
+
+        Args:
+          is_needed: of the rules of a piece, whether it is built.
+        """
         reader = self.reader(problems)
-        return (build_piece(rules, reader) for rules in self.rules_by_piece().values())
+        for rules in self.rules_by_piece().values():
+            if any(map(is_needed, rules)):
+                yield build_piece(rules, reader)
 
 
 def abstract_target(config: TargetConfig, numerics: Numerics, identity: str) -> Target:

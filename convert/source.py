@@ -60,7 +60,10 @@ class Source:
         agree with its files, or a tensor in two files: all that were found.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, needs_weights: bool = True) -> None:
+        """Args:
+        needs_weights: whether to read what safetensors files say; without, there is no tensor.
+        """
         self.directory = Path(directory)
         problems = Problems(str(directory))
         if not self.directory.is_dir():
@@ -73,8 +76,8 @@ class Source:
         self.tokenizer_config = read_json(self.directory / "tokenizer_config.json", problems)
         has_safetensors = any(self.directory.glob("*.safetensors"))
         self._single = SINGLE if has_safetensors else SINGLE_TORCH
-        index = self._read_index(problems)
-        self.files = self._list_files(index, problems)
+        index = self._read_index(problems) if needs_weights else None
+        self.files = self._list_files(index, problems) if needs_weights else []
         self.tensors: dict[str, TensorInfo] = {}
         for file in self.files:
             read = _read_header if has_safetensors else _read_torch_header

@@ -18,18 +18,26 @@ if TYPE_CHECKING:
     from jaxspec.convert.write import convert as convert_checkpoint
     from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_TARGET
     from jaxspec.errors import InputError
-    from jaxspec.generator import GenerateConfig, Generator, Request
+    from jaxspec.generator import GenerateConfig, Generator
+    from jaxspec.hardware import Assumptions
     from jaxspec.identify import identify as identify_features
+    from jaxspec.plan import plan as plan_devices
+    from jaxspec.plan_models import PlanConfig
+    from jaxspec.plan_report import PlanReport
+    from jaxspec.prompts import Prompt
     from jaxspec.record_comparison import compare_records
     from jaxspec.recording import RecordConfig, record
     from jaxspec.report import GenerateReport
+    from jaxspec.requests import Completion, Request
     from jaxspec.run_comparison import compare_runs
-    from jaxspec.text import SamplingConfig, generate, tokenize
+    from jaxspec.text import SamplingConfig, generate, stream, tokenize
     from jaxspec.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
     "SHIPPED_DRAFT",
     "SHIPPED_TARGET",
+    "Assumptions",
+    "Completion",
     "ContractError",
     "ConvertConfig",
     "ExportConfig",
@@ -39,6 +47,9 @@ __all__ = [
     "InputError",
     "MeshConfig",
     "Numerics",
+    "PlanConfig",
+    "PlanReport",
+    "Prompt",
     "RecordConfig",
     "Request",
     "RotaryChoice",
@@ -55,7 +66,9 @@ __all__ = [
     "load_draft",
     "load_target",
     "load_tokenizer",
+    "plan_devices",
     "record",
+    "stream",
     "tokenize",
 ]
 
@@ -69,13 +82,19 @@ _MODULES = {
     "convert.write": ("ConvertConfig", "convert_checkpoint"),
     "environment": ("SHIPPED_DRAFT", "SHIPPED_TARGET"),
     "errors": ("InputError",),
-    "generator": ("GenerateConfig", "Generator", "Request"),
+    "generator": ("GenerateConfig", "Generator"),
+    "hardware": ("Assumptions",),
     "identify": ("identify_features",),
+    "plan": ("plan_devices",),
+    "plan_models": ("PlanConfig",),
+    "plan_report": ("PlanReport",),
+    "prompts": ("Prompt",),
     "record_comparison": ("compare_records",),
     "recording": ("RecordConfig", "record"),
     "report": ("GenerateReport",),
+    "requests": ("Completion", "Request"),
     "run_comparison": ("compare_runs",),
-    "text": ("SamplingConfig", "generate", "tokenize"),
+    "text": ("SamplingConfig", "generate", "stream", "tokenize"),
     "tokenizer": ("Tokenizer", "load_tokenizer"),
 }
 _OWN_NAMES = {
@@ -83,6 +102,7 @@ _OWN_NAMES = {
     "export_checkpoint": "export",
     "identify_features": "identify",
     "inspect_checkpoint": "inspect",
+    "plan_devices": "plan",
 }
 """Of what has another name here, because a module has its own."""
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

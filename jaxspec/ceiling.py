@@ -2,7 +2,7 @@
 
 A draft's acceptance says little by itself, since half of it is the text's: after `import` anybody
 guesses, inside a name nobody does. So the same tree is grown again from the target's own
-distributions, at the request's temperature, top-k and top-p, and walked along the text that was
+distributions, at the request's temperature and with its cuts, and walked along the text that was
 emitted. Greedy text has one possible continuation, and every level of the tree is accepted.
 
 The rows of the whole text are computed once and fill the cache. A step at the root in position r
@@ -12,7 +12,7 @@ then reads the first r + 1 of them, and only the tree's own rows are new.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.aliases import Progress
@@ -30,9 +31,10 @@ from jaxspec.dims import typed
 from jaxspec.draft import Borrowed, Draft
 from jaxspec.errors import InputError
 from jaxspec.figures import accept_per_depth, ratio
-from jaxspec.generator import Request
 from jaxspec.mla import Pass
+from jaxspec.requests import Request, sampling_of
 from jaxspec.sampling import Sampling, keep_top
+from jaxspec.sharding import devices_of, specs_of
 from jaxspec.target import Target
 from jaxspec.tree import Tree, build_from_levels
 from jaxspec.verify import accept
@@ -123,19 +125,14 @@ def accept_ceiling(
       requests: the prompts, and how their tokens were chosen.
       emitted: the tokens after each prompt. The first one is the first root, as if from prefill.
       draft: also measure its first guesses, teacher-forced, with this draft.
-      batch_size: texts at a time.
+      batch_size: texts at a time; more where a mesh has more groups.
       progress: called with "ceiling", and how many of how many texts are done.
 
     Raises:
       ContractError: draft and target do not belong together.
-      InputError: there is no such tree, a text has no prompt, or the target is on a mesh.
+      InputError: there is no such tree, a text has no prompt, or a mesh does not fit.
     """
     tree.check()
-    if target.numerics.mesh is not None:
-        raise InputError(
-            f"the target is on mesh {target.numerics.mesh}, and its ceiling is measured on one "
-            "device: load it without a mesh"
-        )
     if tree.branches > target.config.vocab_size:
         raise InputError(f"tree {tree}: more branches than the target has tokens")
     if any(not request.prompt_ids for request in requests):
@@ -146,19 +143,12 @@ def accept_ceiling(
     pairs = list(zip(requests, emitted, strict=True))
     longest = max((len(r.prompt_ids) + len(tokens) for r, tokens in pairs), default=0)
     slots = -(-longest // CHUNK) * CHUNK
-    graph, params = nnx.split((target, draft))
-
-    @jax.jit
-    def measure(params, texts: _Texts):
-        target, draft = nnx.merge(graph, params)
-        cache, seen = _read(target, draft, texts, tree, capture)
-        return seen, *_walk(target, cache, seen, texts, tree)
-
+    if target.numerics.mesh is not None:
+        batch_size += -batch_size % target.numerics.mesh.data
+    measure = _measurer(target, draft, tree, capture, batch_size, slots)
     done: list[TextCeiling] = []
     for some in itertools.batched(pairs, batch_size):
-        seen, accepted_BS, num_steps_B = jax.device_get(
-            measure(params, _texts(some, batch_size, slots))
-        )
+        seen, accepted_BS, num_steps_B = measure(_texts(some, batch_size, slots))
         for b, (request, tokens) in enumerate(some):
             # The roots: every emitted token that another one follows.
             roots = slice(
@@ -177,6 +167,37 @@ def accept_ceiling(
         if progress is not None:
             progress("ceiling", len(done), len(pairs))
     return Ceiling(tuple(done), tree.levels)
+
+
+def _measurer(
+    target: Target, draft: Draft | None, tree: TreeConfig, capture: Any, batch: int, slots: int
+) -> Callable[["_Texts"], Any]:
+    """What gives, on the host, what may follow each position of some texts, and `_walk` of them."""
+    graph, params = nnx.split((target, draft))
+
+    def empty_caches() -> tuple[Latents, Any]:
+        drafts = None if draft is None else draft.empty_cache(batch, slots)
+        return target.empty_cache(batch, slots), drafts
+
+    def measure(params: Any, caches: Any, texts: _Texts) -> Any:
+        target, draft = nnx.merge(graph, params)
+        cache, seen = _read(target, draft, caches, texts, tree, capture)
+        return seen, *_walk(target, cache, seen, texts, tree)
+
+    devices = devices_of(target, draft, batch)
+    if devices is None:
+        program = jax.jit(measure)
+        return lambda texts: jax.device_get(program(params, empty_caches(), texts))
+    params, shapes = devices.put(params), jax.eval_shape(empty_caches)
+    new_caches = jax.jit(empty_caches, out_shardings=devices.shardings(shapes))
+    specs = specs_of((params, shapes), devices.config)
+    program = jax.jit(devices.spread(measure, (*specs, P("data")), P("data")))
+
+    def on_devices(texts: _Texts) -> Any:
+        given = jax.tree.map(lambda array: devices.put_as(array, P("data")), texts)
+        return devices.fetch(program(params, new_caches(), given))
+
+    return on_devices
 
 
 @functools.partial(
@@ -219,21 +240,27 @@ def _texts(pairs: Sequence[tuple[Request, Sequence[int]]], batch_size: int, slot
     """The texts of a batch; places without one are empty."""
     tokens = np.zeros((batch_size, slots), np.int32)
     prompt_len, text_len = np.zeros(batch_size, np.int32), np.zeros(batch_size, np.int32)
-    temperature, top_k = np.zeros(batch_size, np.float32), np.zeros(batch_size, np.int32)
-    top_p = np.ones(batch_size, np.float32)
     for b, (request, emitted) in enumerate(pairs):
         whole = [*request.prompt_ids, *emitted]
         tokens[b, : len(whole)] = whole
         prompt_len[b], text_len[b] = len(request.prompt_ids), len(whole)
-        temperature[b], top_k[b], top_p[b] = request.temperature, request.top_k, request.top_p
-    no_seed = np.zeros(batch_size, np.uint32)  # the text is there already: nothing is drawn
-    return _Texts(tokens, prompt_len, text_len, Sampling(no_seed, temperature, top_k, top_p))
+    sampling = sampling_of({b: request for b, (request, _) in enumerate(pairs)}, batch_size)
+    return _Texts(tokens, prompt_len, text_len, sampling)
 
 
 def _read(
-    target: Target, draft: Draft | None, texts: _Texts, tree: TreeConfig, capture: Any
+    target: Target,
+    draft: Draft | None,
+    caches: tuple[Latents, Any],
+    texts: _Texts,
+    tree: TreeConfig,
+    capture: Any,
 ) -> tuple[Latents, _Seen]:
-    """The cache of the whole texts, and what may follow each of their positions."""
+    """The cache of the whole texts, and what may follow each of their positions.
+
+    Args:
+      caches: the target's and the draft's, empty.
+    """
     batch, slots = texts.tokens.shape
     vocab_size = target.config.vocab_size
     borrowed = Borrowed.of(target)
@@ -249,7 +276,7 @@ def _read(
         place = row_BT, start_B, is_real_BT.sum(1, dtype=jnp.int32)
         ids_BT = lax.dynamic_slice_in_dim(tokens_BS, start, CHUNK, axis=1)
         seen = target(TargetIds(ids_BT, vocab_size), at, target_cache, capture)
-        target_cache = commit(target_cache, seen.rows, *place)
+        target_cache = commit(target_cache, seen.rows, *place, target.stripe)
         log_prob_BTV = _log_probs(target.logits(seen.hidden), texts.sampling)
         log_prob_BTW, token_BTW = lax.top_k(log_prob_BTV, tree.branches)
         if draft is None:
@@ -269,11 +296,7 @@ def _read(
         found = _Seen(log_prob_BTW, token_BTW, guess_log_prob_BT, guess_BT == token_BTW[..., 0])
         return (target_cache, draft_cache, own_BT[:, -1]), found
 
-    empty = (
-        target.empty_cache(batch, slots),
-        None if draft is None else draft.empty_cache(batch, slots),
-        jnp.zeros((batch,), jnp.int32),
-    )
+    empty = (*caches, jnp.zeros((batch,), jnp.int32))
     starts = jnp.arange(0, slots, CHUNK, dtype=jnp.int32)
     (target_cache, _, _), chunks = lax.scan(chunk, empty, starts)
     # [chunks, B, CHUNK, ...] -> [B, S, ...]
@@ -379,14 +402,14 @@ def _grow(
 
 @typed
 def _log_probs(logits_BTV: Float[Array, "B T V"], sampling: Sampling) -> Float[Array, "B T V"]:
-    """Log-probabilities of what `sampling.choose` chooses: after temperature, top-k and top-p.
+    """Log-probabilities of what `sampling.choose` chooses: after temperature and all that cuts.
 
     Greedy choice is certain: 0 for the likeliest token, -inf for all others.
     """
     logits_BTV = jnp.where(jnp.isnan(logits_BTV), -jnp.inf, logits_BTV)
     is_sampled_B11 = (sampling.temperature > 0)[:, None, None]
     score_BTV = logits_BTV / jnp.where(is_sampled_B11, sampling.temperature[:, None, None], 1.0)
-    is_kept_BTV = keep_top(score_BTV, sampling.top_k, sampling.top_p)
+    is_kept_BTV = keep_top(score_BTV, sampling)
     sampled_BTV = jax.nn.log_softmax(jnp.where(is_kept_BTV, score_BTV, -jnp.inf), axis=-1)
     best_BT1 = jnp.argmax(logits_BTV, axis=-1)[..., None]
     is_best_BTV = jnp.arange(logits_BTV.shape[-1])[None, None] == best_BT1

@@ -3,19 +3,51 @@
 import datetime
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NoReturn
 
 from jaxspec.errors import InputError
 
-__all__ = ["Message", "render_chat"]
+__all__ = ["ROLES", "Message", "check_messages", "render_chat", "shown"]
 
 Message = dict[str, Any]
 """`{"role": ..., "content": ...}` and whatever else the template reads."""
 
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def check_messages(messages: Sequence[Any]) -> None:
+    """Raises InputError for what is no message: an unknown role, or content that is not text.
+
+    Content is text, or a list of `{"type": "text", "text": ...}`; with tool calls it may be absent.
+    """
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise InputError(f'expected objects with a "role", found {shown(message)}')
+        if message["role"] not in ROLES:
+            raise InputError(f"role {message['role']!r}: there are {', '.join(ROLES)}")
+        content = message.get("content")
+        for part in content if isinstance(content, list) else [content]:
+            if isinstance(part, dict) and "type" in part and part["type"] != "text":
+                raise InputError(
+                    f"content of type {part['type']!r}: jaxspec reads text only, so far; its "
+                    "targets see no images"
+                )
+            text = part.get("text") if isinstance(part, dict) else part
+            if not isinstance(text, str) and content is not None:
+                raise InputError(
+                    f'content: expected text, or parts with a "type" and a "text", found '
+                    f"{shown(part)}"
+                )
+
 
 def render_chat(
-    template: str, messages: list[Message], control: Collection[str], variables: dict[str, Any]
+    template: str,
+    messages: list[Message],
+    control: Collection[str],
+    variables: dict[str, Any],
+    tools: Sequence[Any] = (),
+    thinking: bool | None = None,
 ) -> list[tuple[str, bool]]:
     """The conversation as pieces of (text, whether it is a control token), with the reply begun.
 
@@ -28,15 +60,22 @@ def render_chat(
     Args:
       control: names of the control tokens.
       variables: what else the template may read (`bos_token` and the like).
+      tools: that the messages may call, in the form the template wants.
+      thinking: its variable of that name; None leaves it undefined.
 
     Raises:
-      InputError: the template is not Jinja, or refuses these messages.
+      InputError: messages that `check_messages` refuses; the template is not Jinja, or refuses
+        them itself; or it does not read tools, or thinking, where these are given.
     """
-    import jinja2
+    import jinja2.meta
     import jinja2.sandbox
 
+    check_messages(messages)
     openers = sorted({name[0] for name in control})
-    masks = dict(zip(openers, _unused_characters(template, messages), strict=False))
+    asked: dict[str, Any] = {"tools": list(tools)} if tools else {}
+    if thinking is not None:
+        asked["thinking"] = thinking
+    masks = dict(zip(openers, _unused_characters(template, [messages, asked]), strict=False))
     to_mask, to_text = str.maketrans(masks), str.maketrans({m: c for c, m in masks.items()})
     # The environment that transformers gives to chat templates.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -46,11 +85,21 @@ def render_chat(
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     try:
+        read = jinja2.meta.find_undeclared_variables(environment.parse(template))
         rendered = environment.from_string(template).render(
-            messages=_translated(messages, to_mask), add_generation_prompt=True, **variables
+            messages=_translated(messages, to_mask),
+            add_generation_prompt=True,
+            **variables,
+            **_translated(asked, to_mask),
         )
-    except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
+    except Exception as error:  # whatever a template does wrong, it is the template's
         raise InputError(f"chat template: {type(error).__name__}: {error}") from error
+    for name in asked:
+        if name not in read:
+            raise InputError(
+                f"chat template: it reads no {name!r}, so this checkpoint knows nothing of it; "
+                "leave it out"
+            )
     # Longest first: where one name begins another, the longer is the one that is meant.
     names = sorted(control, key=len, reverse=True)
     parts = re.split(f"({'|'.join(map(re.escape, names))})", rendered)
@@ -58,9 +107,9 @@ def render_chat(
     return [piece for piece in pieces if piece[0]]
 
 
-def _unused_characters(template: str, messages: list[Message]) -> Iterator[str]:
-    """Private-use characters that neither the template nor a message holds."""
-    used = set(template) | set(json.dumps(messages, ensure_ascii=False, default=str))
+def _unused_characters(template: str, values: list[Any]) -> Iterator[str]:
+    """Private-use characters that neither the template nor what it is given holds."""
+    used = set(template) | set(json.dumps(values, ensure_ascii=False, default=str))
     return (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
 
 
@@ -82,6 +131,12 @@ def _to_json(
     if ensure_ascii:
         _raise("tojson(ensure_ascii=True) would escape the characters that mask control tokens")
     return json.dumps(value, ensure_ascii=False, indent=indent, separators=separators)
+
+
+def shown(value: Any) -> str:
+    """A value as an error shows it: its JSON, cut short."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _raise(message: str) -> NoReturn:

@@ -3,9 +3,9 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jaxspec.convert.draft_configs import AS_STATED, UNTIED
 from jaxspec.convert.drafts import is_draft
 from jaxspec.convert.manifest import Manifest, is_converted, read_manifest
 from jaxspec.convert.pieces import pieces_of
-from jaxspec.convert.plan import Piece
+from jaxspec.convert.plan import Part, Piece, Rule
 from jaxspec.convert.prepare import (
     Experts,
     Prepared,
@@ -38,6 +38,9 @@ from jaxspec.draft import Draft
 from jaxspec.environment import hub_cache
 from jaxspec.sharding import Devices, check_draft, check_target
 from jaxspec.target import Target
+
+if TYPE_CHECKING:
+    from jaxspec.convert.stored import StoredLeaf, StoredPiece
 
 __all__ = ["CheckpointError", "load_draft", "load_target", "locate"]
 
@@ -182,7 +185,10 @@ def _fill[Model: (Target, Draft)](
 ) -> Model:
     """The model, its shapes replaced by the checkpoint's arrays, a piece at a time.
 
-    Nothing is held twice, and on a mesh each device is sent its own part alone.
+    Of a converted checkpoint a process reads the chunks that its devices' parts lie in; of Hugging
+    Face's files, experts and the vocabulary's rows in whole pieces, and all of the rest. Besides
+    the devices' parts, memory holds what is read of one piece, which is at most 512 MiB or one
+    matrix: twice where its element type changes, and once more where the devices are not the host.
     """
     graph, state = nnx.split(model)
     variables = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
@@ -190,26 +196,32 @@ def _fill[Model: (Target, Draft)](
     mesh = model.numerics.mesh
     shardings = None if mesh is None else Devices.of(mesh).shardings(want)
     shares = _shares(want, shardings)
+    hull = {path: _hull([share.box[path] for share in shares]) for path in want}
     seen: set[str] = set()
     problems = Problems(str(directory))
-    total, pieces = pieces_of(found, directory, problems)
+
+    def is_needed(rule: Rule) -> bool:
+        return any(_meets(hull[leaf], rule.layer, rule.part) for leaf in rule.leaves)
+
+    total, pieces = pieces_of(found, directory, problems, is_needed)
     for done, piece in enumerate(pieces, start=1):
-        leaves = {}
-        for path, array in piece.leaves.items():
-            if path not in want or array.shape != _shape_of(piece, want[path]):
+        slabs = {}
+        for path, leaf in piece.leaves.items():
+            if path not in want or leaf.shape != _shape_of(piece, want[path]):
                 problems.add(
-                    f"piece {piece.name} holds {path} {list(array.shape)}, which this model's "
+                    f"piece {piece.name} holds {path} {list(leaf.shape)}, which this model's "
                     "config has no room for"
                 )
                 problems.raise_any()
-            leaves[path] = array.astype(want[path].dtype, copy=False)
+            if (slab := _Slab.of(piece, leaf, hull[path], want[path])) is not None:
+                slabs[path] = slab
+        seen |= piece.leaves.keys()
         for share in shares:
-            share.take(piece, leaves)
-        seen |= leaves.keys()
-        del piece, leaves, array  # before the next piece is read
+            share.take(slabs)
+        del piece, leaf, slabs, slab  # before the next piece is read
         if progress is not None:
             progress(f"loading {directory.name}", done, total)
-    if missing := want.keys() - seen:
+    if isinstance(found, Manifest) and (missing := want.keys() - seen):
         problems.add(f"no piece holds {', '.join(sorted(missing))}")
     problems.raise_any()
     if shardings is None:
@@ -223,6 +235,34 @@ def _fill[Model: (Target, Draft)](
         }
     full = [(path, leaf.replace(filled[name])) for name, (path, leaf) in variables.items()]
     return nnx.merge(graph, nnx.from_flat_state(full))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slab:
+    """Values of a parameter, from `first` on along each of its axes."""
+
+    first: np.ndarray
+    data: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        piece: "Piece | StoredPiece",
+        leaf: "np.ndarray | StoredLeaf",
+        hull: Box,
+        want: jax.ShapeDtypeStruct,
+    ) -> Self | None:
+        """What a piece's leaf has in a hull, in the wanted element type; None for nothing."""
+        lead = len(want.shape) - len(leaf.shape)
+        first = np.zeros(len(want.shape), np.int32)
+        start = _start_of(piece.layer, piece.part)
+        first[: len(start)] = start
+        low, high = _overlap((first, first + np.asarray((1,) * lead + leaf.shape)), hull)
+        if (low >= high).any():
+            return None
+        cut = tuple(map(slice, (low - first).tolist(), (high - first).tolist()))
+        data = leaf[cut[lead:]].astype(want.dtype, copy=False)
+        return cls(low, data.reshape(high - low))
 
 
 class _Share:
@@ -239,24 +279,24 @@ class _Share:
         box: the part of each parameter that it holds.
         device: None is the default one.
         """
-        self._want, self._box, self._device = want, box, device
+        self._want, self.box, self._device = want, box, device
         self.arrays: dict[str, jax.Array] = {}
 
-    def take(self, piece: Piece, leaves: dict[str, np.ndarray]) -> None:
-        """Keeps what belongs here of a piece."""
-        mine, starts = {}, {}
-        for path, leaf in leaves.items():
-            first = np.zeros(len(self._want[path].shape), np.int32)
-            given = _start_of(piece)
-            first[: len(given)] = given
-            leaf = leaf.reshape((1,) * (len(first) - leaf.ndim) + leaf.shape)
-            begin, end = self._box[path]
-            low, high = np.maximum(first, begin), np.minimum(first + leaf.shape, end)
-            if (low < high).all():
-                cut = tuple(map(slice, low - first, high - first))
-                mine[path], starts[path] = leaf[cut], (low - begin).astype(np.int32)
-        if piece.layer is None and piece.part is None:
-            self.arrays |= jax.device_put(mine, self._device)
+    def take(self, slabs: dict[str, _Slab]) -> None:
+        """Keeps what belongs here of some slabs."""
+        whole, mine, starts = {}, {}, {}
+        for path, slab in slabs.items():
+            begin, end = self.box[path]
+            low, high = _overlap((slab.first, slab.first + slab.data.shape), (begin, end))
+            if (low >= high).any():
+                continue
+            data = slab.data[tuple(map(slice, low - slab.first, high - slab.first))]
+            if data.shape == tuple(end - begin):
+                whole[path] = data
+            else:
+                mine[path], starts[path] = data, low - begin
+        self.arrays |= jax.device_put(whole, self._device)
+        if not mine:
             return
         if new := [path for path in mine if path not in self.arrays]:
             self.arrays |= self._allocate(new)
@@ -267,7 +307,7 @@ class _Share:
         """Zeros for all of them by one program, since each one compiled takes its time."""
 
         def zeros() -> dict[str, jax.Array]:
-            shapes = {path: np.subtract(*self._box[path][::-1]).tolist() for path in paths}
+            shapes = {path: np.subtract(*self.box[path][::-1]).tolist() for path in paths}
             return {
                 path: jnp.zeros(shape, self._want[path].dtype) for path, shape in shapes.items()
             }
@@ -298,7 +338,28 @@ def _box(shape: tuple[int, ...], cut: tuple[slice, ...] | None = None) -> Box:
     return begin, end
 
 
-def _shape_of(piece: Piece, want: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+def _hull(boxes: Sequence[Box]) -> Box:
+    """The smallest box that holds them all."""
+    begins, ends = zip(*boxes, strict=True)
+    return np.min(begins, axis=0), np.max(ends, axis=0)
+
+
+def _overlap(one: Box, other: Box) -> Box:
+    """What two boxes share; nothing, if it does not begin before it ends."""
+    return np.maximum(one[0], other[0]), np.minimum(one[1], other[1])
+
+
+def _meets(box: Box, layer: int | None, part: Part | None) -> bool:
+    """Whether a box has something of a layer's part."""
+    ranges = {} if layer is None else {0: (layer, layer + 1)}
+    if part is not None:
+        axis = part.axis + (layer is not None)
+        ranges[axis] = (part.first, part.first + part.count)
+    begin, end = box
+    return all(low < end[axis] and begin[axis] < high for axis, (low, high) in ranges.items())
+
+
+def _shape_of(piece: "Piece | StoredPiece", want: jax.ShapeDtypeStruct) -> tuple[int, ...]:
     """The shape of what a piece holds of a parameter."""
     shape = want.shape[piece.layer is not None :]
     if piece.part is None:
@@ -307,11 +368,11 @@ def _shape_of(piece: Piece, want: jax.ShapeDtypeStruct) -> tuple[int, ...]:
     return (*shape[:axis], piece.part.count, *shape[axis + 1 :])
 
 
-def _start_of(piece: Piece) -> list[int]:
+def _start_of(layer: int | None, part: Part | None) -> list[int]:
     """Where in its parameters a piece begins, along their first axes; at 0 along the others."""
-    start = [] if piece.layer is None else [piece.layer]
-    if piece.part is not None:
-        start += [0] * piece.part.axis + [piece.part.first]
+    start = [] if layer is None else [layer]
+    if part is not None:
+        start += [0] * part.axis + [part.first]
     return start
 
 

@@ -27,6 +27,7 @@ from jaxspec.flags import (
     DraftFlag,
     DraftRotaryFlag,
     DtypeFlag,
+    JoinTimeoutFlag,
     JsonFlag,
     MeshFlag,
     NumProcessesFlag,
@@ -34,6 +35,7 @@ from jaxspec.flags import (
     PromptArgument,
     PromptFileFlag,
     TargetFlag,
+    ThinkingFlag,
     TokensFlag,
 )
 from jaxspec.version import version
@@ -73,6 +75,7 @@ def _options(
 
 @app.command()
 def generate(
+    context: typer.Context,
     prompt: PromptArgument = None,
     *,
     target: TargetFlag = None,
@@ -111,6 +114,7 @@ def generate(
     prompt_file: PromptFileFlag = None,
     tokens: TokensFlag = None,
     chat: ChatFlag = False,
+    thinking: ThinkingFlag = None,
     max_new_tokens: Annotated[int, typer.Option(help="Per prompt.")] = 128,
     context_length: Annotated[
         int | None,
@@ -124,10 +128,22 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
     top_p: Annotated[float, typer.Option(help="Above 0; 1 is off.")] = 1.0,
+    min_p: Annotated[
+        float,
+        typer.Option(help="Of the likeliest token's probability; cuts after top-p. 0 is off."),
+    ] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the first prompt; the next ones count up.")] = 0,
     stop: Annotated[
         list[str] | None,
         typer.Option(metavar="TEXT", help="Ends a continuation; may be repeated. Default: none."),
+    ] = None,
+    stop_id: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="ID",
+            help="Token that ends a continuation, besides the target's own; may be repeated. "
+            "Default: none.",
+        ),
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past it.")] = False,
     dtype: DtypeFlag = None,
@@ -136,6 +152,7 @@ def generate(
     coordinator: CoordinatorFlag = None,
     num_processes: NumProcessesFlag = None,
     process_index: ProcessIndexFlag = None,
+    join_timeout: JoinTimeoutFlag = None,
     implementation: Annotated[
         str | None,
         typer.Option(
@@ -163,9 +180,7 @@ def generate(
 ) -> None:
     """Text from a target and a draft."""
     _start_jax(compile_cache)
-    _join(coordinator, num_processes, process_index, mesh)
-    if coordinator is not None and out is not None:
-        raise InputError("--out of several processes: a run file is gone on with by one; drop it")
+    _join(context)
     from jaxspec.commands import GenerateFlags, PromptFlags, run_generate
     from jaxspec.console import Display
     from jaxspec.generator import GenerateConfig
@@ -174,14 +189,12 @@ def generate(
 
     if ceiling and draft == "none":
         raise InputError("--ceiling is of a tree, and --draft none has none")
-    if ceiling and mesh is not None:
-        raise InputError("--ceiling is measured on one device: drop --mesh, or --ceiling")
     drafted = (draft, capture, capture_convention, draft_rotary)
     models = _models(target, drafted, dtype, implementation, _mesh(mesh, cache))
     sglang = (speculative_num_steps, speculative_eagle_topk, speculative_num_draft_tokens)
     flags = GenerateFlags(
         models=models,
-        prompts=PromptFlags(prompt, prompt_file, tokens, chat),
+        prompts=PromptFlags(prompt, prompt_file, tokens, chat, thinking),
         config=GenerateConfig(
             tree=_tree(tree, sglang, has_draft=draft != "none"),
             max_new_tokens=max_new_tokens,
@@ -189,7 +202,9 @@ def generate(
             batch_size=batch_size,
             ignore_eos=ignore_eos,
         ),
-        sampling=SamplingConfig(temperature, top_k, top_p, seed, tuple(stop or ())),
+        sampling=SamplingConfig(
+            temperature, top_k, top_p, min_p, seed, tuple(stop or ()), tuple(stop_id or ())
+        ),
         out=out,
         streams=not as_json and is_first(),
         with_ceiling=ceiling,
@@ -200,6 +215,9 @@ def generate(
             display.say(report.summary())
     if as_json and is_first():
         print(json.dumps(report.to_dict(), ensure_ascii=False))
+    if report.num_failed:
+        # Each was named on stderr; the others were served.
+        raise typer.Exit(2)
 
 
 @app.command()
@@ -209,6 +227,7 @@ def tokenize(
     target: TargetFlag = None,
     prompt_file: PromptFileFlag = None,
     chat: ChatFlag = False,
+    thinking: ThinkingFlag = None,
     as_json: Annotated[
         bool,
         typer.Option(
@@ -221,7 +240,9 @@ def tokenize(
     """The exact ids of prompts, for feeding other engines the same thing."""
     from jaxspec.commands import ModelFlags, PromptFlags, run_tokenize
 
-    report = run_tokenize(ModelFlags(target), PromptFlags(prompt, prompt_file, None, chat))
+    report = run_tokenize(
+        ModelFlags(target), PromptFlags(prompt, prompt_file, None, chat, thinking)
+    )
     if as_json:
         print(json.dumps(report.to_dict(), ensure_ascii=False))
     else:
@@ -230,6 +251,7 @@ def tokenize(
 
 @app.command()
 def record(
+    context: typer.Context,
     prompt: PromptArgument = None,
     *,
     out: Annotated[Path, typer.Option(metavar="R.safetensors", help="The record.")],
@@ -244,9 +266,11 @@ def record(
     coordinator: CoordinatorFlag = None,
     num_processes: NumProcessesFlag = None,
     process_index: ProcessIndexFlag = None,
+    join_timeout: JoinTimeoutFlag = None,
     prompt_file: PromptFileFlag = None,
     tokens: TokensFlag = None,
     chat: ChatFlag = False,
+    thinking: ThinkingFlag = None,
     boundaries: Annotated[
         str | None,
         typer.Option(metavar="IDS|none", help="Those to keep. Default: all."),
@@ -260,7 +284,7 @@ def record(
 ) -> None:
     """What target and draft say of given tokens, position by position, in a file."""
     _start_jax(compile_cache)
-    _join(coordinator, num_processes, process_index, mesh)
+    _join(context)
     from jaxspec.commands import PromptFlags, run_record
     from jaxspec.console import Display
     from jaxspec.processes import is_first
@@ -270,7 +294,12 @@ def record(
     kept = () if boundaries == "none" else _ids("--boundaries", boundaries)
     with Display() as display:
         done = run_record(
-            models, PromptFlags(prompt, prompt_file, tokens, chat), kept, top, out, display
+            models,
+            PromptFlags(prompt, prompt_file, tokens, chat, thinking),
+            kept,
+            top,
+            out,
+            display,
         )
         if not as_json:
             display.say(f"{out}: {', '.join(done.arrays)}")
@@ -376,6 +405,94 @@ def inspect(
     print(json.dumps(found.to_dict()) if as_json else describe(found))
 
 
+@app.command()
+def plan(
+    *,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR|config.json",
+            help="Config of a target, with or without its weights. Default: Kimi-K2.5's, which "
+            "ships.",
+        ),
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR|config.json|none",
+            help="Likewise, of a draft. Default: that of a published Llama-type draft for "
+            "Kimi-K2.5, which ships.",
+        ),
+    ] = None,
+    mesh: Annotated[
+        str,
+        typer.Option(
+            metavar="DATAxMODEL",
+            help="H200s: DATA groups of them share the sequences, the MODEL devices of a group "
+            "every layer.",
+        ),
+    ] = "1x8",
+    cache: CacheFlag = None,
+    tree: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LEVELSxBRANCHESxNODES",
+            help=f"Shape of the draft tree; may be repeated. Default: {DEFAULT_TREE}.",
+        ),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Sequences at a time, all groups together.")] = 1,
+    context_length: Annotated[
+        int, typer.Option(metavar="N", help="Tokens of each sequence, all of them cached.")
+    ] = 32768,
+    assume: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=NUMBER",
+            help="In place of an assumption that is printed; may be repeated. Default: none.",
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="F.png", help="Picture of speed and time. Default: none."),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Will it fit, and what will it cost: the full-size step, compiled for H200s without one.
+
+    Needs the CUDA wheels and no GPU. Exit status 1 if it does not fit.
+    """
+    # What does not fit is said below; XLA's own remarks about it would stand before that.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    from jaxspec.config import TreeConfig
+    from jaxspec.console import Display
+    from jaxspec.hardware import Assumptions
+    from jaxspec.plan import plan as run
+    from jaxspec.plan_models import PlanConfig
+    from jaxspec.plan_view import check_picture, draw, show
+
+    if draft == "none" and tree:
+        raise InputError("--draft none decodes plainly: there is no tree to give a shape to")
+    trees = () if draft == "none" else tuple(map(TreeConfig.parse, tree or [DEFAULT_TREE]))
+    if plot is not None:
+        check_picture(plot)
+    grid = _mesh(mesh, cache)
+    assert grid is not None, "it has a default"
+    assumed = Assumptions().replaced(assume or ())
+    config = PlanConfig(target, draft, grid, trees, batch_size, context_length, assumed)
+    with Display() as display:
+        report = run(config, display.waiting)
+    if plot is not None:
+        draw(report, plot)
+    if as_json:
+        print(json.dumps(report.to_dict()))
+    else:
+        from rich.console import Console
+
+        show(report, Console())
+    if not (report.fits and report.agrees):
+        raise typer.Exit(1)
+
+
 def _inspect_features(
     path: Path, target: str | None, as_json: bool, compile_cache: str | None
 ) -> None:
@@ -434,22 +551,37 @@ def _rotary(text: str | None) -> "RotaryChoice":
     return RotaryChoice() if text is None else RotaryChoice.parse(text)
 
 
-def _join(
-    coordinator: str | None, num_processes: int | None, process_index: int | None, mesh: str | None
-) -> None:
-    """Joins the other processes, where the flags say that there are some."""
-    given = (coordinator, num_processes, process_index)
+OWN = ("coordinator", "process_index", "join_timeout", "as_json", "compile_cache")
+"""What each of several processes may be given in its own way."""
+
+
+def _join(context: typer.Context) -> None:
+    """Joins the other processes, where the flags say that there are some.
+
+    Raises:
+      InputError: the others do not come, or were given other flags.
+    """
+    flags = context.params
+    given = (flags["coordinator"], flags["num_processes"], flags["process_index"])
+    timeout_s = flags["join_timeout"]
     if given == (None, None, None):
+        if timeout_s is not None:
+            raise InputError(
+                "--join-timeout without --coordinator: there are no others to wait for"
+            )
         return
-    if coordinator is None or num_processes is None or process_index is None:
+    if None in given:
         raise InputError(
             "--coordinator, --num-processes and --process-index are given together or not at all"
         )
-    if mesh is None:
+    if flags["mesh"] is None:
         raise InputError("--coordinator without --mesh: several processes share a mesh")
-    from jaxspec.processes import Processes, join
+    from jaxspec.processes import JOIN_TIMEOUT_S, Processes, check_agreement, join
 
-    join(Processes(coordinator, num_processes, process_index))
+    join(Processes(*given, JOIN_TIMEOUT_S if timeout_s is None else timeout_s))
+    known = [param for param in context.command.params if param.name in flags]
+    shared = {flag.opts[0]: str(flags[flag.name]) for flag in known if flag.name not in OWN}
+    check_agreement(shared | {"version of jaxspec": version()})
 
 
 def _mesh(text: str | None, cache: CacheLayout | None) -> "MeshConfig | None":

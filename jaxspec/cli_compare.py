@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -58,13 +58,13 @@ def compare(
     from rich.console import Console
 
     from jaxspec import comparison_view as view
-    from jaxspec.record_findings import KINDS
+    from jaxspec.record_findings import KINDS, Kind
 
     named = [name.strip() for name in require.split(",")] if require else []
     for name in named:
         if name not in KINDS:
             raise InputError(f"--require {name}: there are {', '.join(KINDS)}")
-    kinds = [kind for kind in KINDS if named.count(kind)]
+    kinds = cast("list[Kind]", named)
     are_runs = [_is_run(path) for path in (a, b)]
     if are_runs[0] != are_runs[1]:
         run, record = (a, b) if are_runs[0] else (b, a)

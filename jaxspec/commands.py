@@ -4,6 +4,7 @@ Whatever can be wrong with the flags and the prompts is found before any weights
 """
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,9 +21,9 @@ from jaxspec.convert.rotary import RotaryChoice
 from jaxspec.draft import Draft
 from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_TARGET
 from jaxspec.errors import InputError
-from jaxspec.generator import Completion, GenerateConfig, Generator, implementations
+from jaxspec.generator import GenerateConfig, Generator, implementations
 from jaxspec.identify import FeaturesReport, identify
-from jaxspec.processes import check_agreement, is_first
+from jaxspec.processes import all_or_none, check_agreement, is_first, told_by_first
 from jaxspec.prompts import (
     EncodedPrompt,
     Prompt,
@@ -33,9 +34,10 @@ from jaxspec.prompts import (
 )
 from jaxspec.recording import Record, RecordConfig, record
 from jaxspec.report import GenerateReport, PromptReport, machine, report_of
+from jaxspec.requests import Completion
 from jaxspec.runfile import RunFile, entry_of
 from jaxspec.target import Target
-from jaxspec.text import SamplingConfig, continue_prompts, requests_of
+from jaxspec.text import SamplingConfig, TextRun, check_requests, requests_of
 from jaxspec.tokenizer import Tokenizer, load_tokenizer
 from jaxspec.version import version
 
@@ -101,12 +103,17 @@ class ModelFlags:
 
 @dataclasses.dataclass(frozen=True)
 class PromptFlags:
-    """Where the prompts come from: exactly one of the first three."""
+    """Where the prompts come from: exactly one of the first three.
+
+    Attributes:
+      thinking: on or off in the chat template; None leaves it alone.
+    """
 
     text: str | None = None
     prompt_file: Path | None = None
     tokens: Path | None = None
     use_chat: bool = False
+    thinking: bool | None = None
 
     def read(self, tokenizer: Tokenizer | None) -> list[EncodedPrompt]:
         """The prompts as ids.
@@ -121,14 +128,15 @@ class PromptFlags:
                 "PROMPT, --prompt-file and --tokens"
             )
         if self.tokens is not None:
-            if self.use_chat:
-                raise InputError("--chat renders text, and --tokens are ids already: drop one")
+            if self.use_chat or self.thinking is not None:
+                flag = "--chat" if self.use_chat else "--thinking"
+                raise InputError(f"{flag} is of text, and --tokens are ids already: drop one")
             return encode_prompts(read_tokens(self.tokens), None)
         if self.prompt_file is not None:
             prompts = read_prompts(self.prompt_file)
         else:
             prompts = [Prompt("0", text=self.text, where="PROMPT")]
-        return encode_prompts(prompts, tokenizer, self.use_chat)
+        return encode_prompts(prompts, tokenizer, self.use_chat, self.thinking)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,15 +178,20 @@ def run_generate(flags: GenerateFlags, display: Display) -> GenerateReport:
       ContractError: draft and target do not belong together.
     """
     models = flags.models
-    check_agreement(repr(dataclasses.replace(flags, streams=False)))
-    tokenizer = _tokenizer(models, flags.prompts)
-    prompts = flags.prompts.read(tokenizer)
-    flags.config.check()
-    flags.sampling.check(has_text=tokenizer is not None)
-    target, draft = load(models, display)
-    check_prompts(prompts, target.config.vocab_size, flags.config.slots(target.config))
-    run_file = None if flags.out is None else RunFile(flags.out, _header(flags, target, draft))
-    known = {} if run_file is None else _known(run_file, prompts)
+    with all_or_none():
+        tokenizer = _tokenizer(models, flags.prompts)
+        prompts = flags.prompts.read(tokenizer)
+        flags.config.check()
+        flags.sampling.check(prompts, has_text=tokenizer is not None)
+        target, draft = load(models, display)
+        check_requests(prompts, flags.sampling, target.config, flags.config)
+    _check_same(prompts, target, draft)
+    run_file, known = None, {}
+    with all_or_none():
+        if flags.out is not None and is_first():
+            run_file = RunFile(flags.out, _header(flags, target, draft))
+            known = _known(run_file, prompts)
+    known = _of_first(known)
     with display.waiting("compiling"):
         generator = Generator(target, draft, flags.config, models.claim(target))
     if not (target.config.eos_token_ids or flags.config.ignore_eos):
@@ -187,29 +200,38 @@ def run_generate(flags: GenerateFlags, display: Display) -> GenerateReport:
             "--max-new-tokens or --stop"
         )
     printer = _Printer(len(prompts)) if flags.streams else None
-    num_done = len(known)
-
-    def on_finish(report: PromptReport) -> None:
-        nonlocal num_done
-        num_done += 1
+    run = TextRun(generator, prompts, tokenizer, flags.sampling, known)
+    for piece in run:
+        if printer:
+            printer.add(piece.text)
+        if piece.report is None:
+            continue
         if run_file is not None:
-            run_file.append(entry_of(report))
+            run_file.append(entry_of(piece.report))
         if printer is None or not printer.streams:
-            display.progress("generating", num_done, len(prompts))
-
-    reports, run = continue_prompts(
-        generator,
-        prompts,
-        tokenizer,
-        flags.sampling,
-        known,
-        on_text=printer.on_text if printer else None,
-        on_finish=on_finish,
-    )
+            display.progress("generating", len(run.reports), len(prompts))
+    reports = run.finish()
     if printer:
         printer.finish(reports)
+    for prompt, report in zip(prompts, reports, strict=True):
+        if report.error:
+            display.say(f"{prompt.where}: {report.error}")
     ceiling = _ceiling(flags, target, prompts, reports, display) if flags.with_ceiling else None
-    return report_of(generator, target, draft, reports, run, ceiling)
+    return report_of(generator, target, draft, reports, run.run, ceiling)
+
+
+def _check_same(prompts: Sequence[EncodedPrompt], target: Target, draft: Draft | None) -> None:
+    """Raises InputError if several processes found different things under the same names."""
+    asked = json.dumps([[prompt.ids, dict(prompt.settings)] for prompt in prompts])
+    check_agreement(
+        {
+            "prompts and their settings, by SHA-256": hashlib.sha256(asked.encode()).hexdigest()[
+                :12
+            ],
+            "target": target.identity,
+            "draft": "none" if draft is None else draft.identity,
+        }
+    )
 
 
 def _ceiling(
@@ -221,12 +243,14 @@ def _ceiling(
 ) -> float | None:
     """The accept_length of a draft that knew the target, on what was emitted."""
     assert flags.config.tree is not None, "checked where flags are read"
+    pairs = zip(requests_of(prompts, flags.sampling), reports, strict=True)
+    served = [(request, report.completion.tokens) for request, report in pairs if not report.error]
     return accept_ceiling(
         target,
-        requests_of(prompts, flags.sampling),
-        [report.completion.tokens for report in reports],
+        [request for request, _ in served],
+        [tokens for _, tokens in served],
         flags.config.tree,
-        batch_size=min(len(prompts), CEILING_BATCH),
+        batch_size=min(len(served), CEILING_BATCH),
         progress=display.progress,
     ).accept_length
 
@@ -294,13 +318,14 @@ def run_record(
       InputError: a flag, a prompt or a checkpoint cannot be used.
       ContractError: draft and target do not belong together.
     """
-    check_agreement(repr((models, prompts, boundaries, top)))
-    encoded = prompts.read(_tokenizer(models, prompts))
-    if not out.parent.is_dir():
-        raise InputError(f"--out {out}: there is no directory {out.parent}")
-    target, draft = load(models, display)
-    longest = max(len(prompt.ids) for prompt in encoded)
-    check_prompts(encoded, target.config.vocab_size, context_length=longest + 1)
+    with all_or_none():
+        encoded = prompts.read(_tokenizer(models, prompts))
+        if is_first() and not out.parent.is_dir():
+            raise InputError(f"--out {out}: there is no directory {out.parent}")
+        target, draft = load(models, display)
+        longest = max(len(prompt.ids) for prompt in encoded)
+        check_prompts(encoded, target.config.vocab_size, context_length=longest + 1)
+    _check_same(encoded, target, draft)
     config = RecordConfig(boundaries, models.claim(target), top)
     sequences = [prompt.ids for prompt in encoded]
     done = record(target, draft, sequences, config, display.progress)
@@ -324,9 +349,21 @@ def run_identify(path: Path, models: ModelFlags, display: Display) -> FeaturesRe
 def _known(run_file: RunFile, prompts: Sequence[EncodedPrompt]) -> dict[int, Completion]:
     """What an earlier, interrupted run has completed, by index."""
     found = {
-        index: run_file.completion(prompt.id, prompt.ids) for index, prompt in enumerate(prompts)
+        index: run_file.completion(prompt.id, prompt.ids, prompt.settings)
+        for index, prompt in enumerate(prompts)
     }
     return {index: done for index, done in found.items() if done is not None}
+
+
+def _of_first(known: dict[int, Completion]) -> dict[int, Completion]:
+    """What the first process knows: it alone has the run file."""
+    told = told_by_first(json.dumps({i: dataclasses.asdict(done) for i, done in known.items()}))
+    return {
+        int(index): Completion(
+            **done | {"tokens": tuple(done["tokens"]), "accepted": tuple(done["accepted"])}
+        )
+        for index, done in json.loads(told).items()
+    }
 
 
 def _header(flags: GenerateFlags, target: Target, draft: Draft | None) -> dict[str, Any]:
@@ -338,7 +375,6 @@ def _header(flags: GenerateFlags, target: Target, draft: Draft | None) -> dict[s
         "flags": {
             "tree": None if config.tree is None else str(config.tree),
             "capture": models.capture and list(models.capture),
-            **_rotary_of(models),
             "max_new_tokens": config.max_new_tokens,
             "context_length": config.slots(target.config),
             "batch_size": config.batch_size,
@@ -351,7 +387,7 @@ def _header(flags: GenerateFlags, target: Target, draft: Draft | None) -> dict[s
             "chat": flags.prompts.use_chat,
             "dtype": models.numerics.dtype,
             "implementation": implementations(target, config),
-            **_mesh_of(models),
+            **_where_used(flags),
         },
         "target_hash": target.identity,
         "draft_hash": None if draft is None else draft.identity,
@@ -359,16 +395,19 @@ def _header(flags: GenerateFlags, target: Target, draft: Draft | None) -> dict[s
     }
 
 
-def _rotary_of(models: ModelFlags) -> dict[str, Any]:
-    """What --draft-rotary asks for; nothing without it, so that old files go on."""
-    choice = models.draft_rotary
-    return {"draft_rotary": dataclasses.asdict(choice)} if choice else {}
-
-
-def _mesh_of(models: ModelFlags) -> dict[str, str]:
-    """The mesh and the cache's layout on it; nothing without a mesh, so that old files go on."""
-    mesh = models.numerics.mesh
-    return {} if mesh is None else {"mesh": str(mesh), "cache": mesh.cache}
+def _where_used(flags: GenerateFlags) -> dict[str, Any]:
+    """The flags that came later, where they are given: so that old files go on."""
+    mesh, sampling = flags.models.numerics.mesh, flags.sampling
+    choice = flags.models.draft_rotary
+    found = {
+        "mesh": mesh and str(mesh),
+        "cache": mesh and mesh.cache,
+        "draft_rotary": dataclasses.asdict(choice) if choice else None,
+        "min_p": sampling.min_p or None,
+        "stop_ids": list(sampling.stop_ids) or None,
+        "thinking": flags.prompts.thinking,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 class _Printer:
@@ -376,12 +415,12 @@ class _Printer:
 
     def __init__(self, num_prompts: int) -> None:
         self.streams = num_prompts == 1
-        self._printed = ""
+        self._num_printed = 0
 
-    def on_text(self, index: int, text: str) -> None:
-        if self.streams:
-            print(text[len(self._printed) :], end="", flush=True)
-            self._printed = text
+    def add(self, text: str | None) -> None:
+        if self.streams and text:
+            print(text, end="", flush=True)
+            self._num_printed += len(text)
 
     def finish(self, reports: Sequence[PromptReport]) -> None:
         for report in reports:
@@ -389,6 +428,6 @@ class _Printer:
             if text is None:
                 text = json.dumps(list(report.completion.tokens))
             if self.streams:
-                print(text[len(self._printed) :])
+                print(text[self._num_printed :])
             else:
                 print(f"--- {report.id}\n{text}")

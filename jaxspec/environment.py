@@ -7,6 +7,8 @@ from pathlib import Path
 import jax
 
 __all__ = [
+    "KIMI_DRAFT_CONFIG",
+    "KIMI_TARGET_CONFIG",
     "SHIPPED_DRAFT",
     "SHIPPED_TARGET",
     "default_compile_cache",
@@ -17,6 +19,9 @@ __all__ = [
 SHIPPED_TARGET = Path(__file__).parent / "checkpoints" / "mini-target"
 SHIPPED_DRAFT = Path(__file__).parent / "checkpoints" / "mini-draft"
 """The small trained pair that comes with the package."""
+KIMI_TARGET_CONFIG = Path(__file__).parent / "configs" / "kimi-k2.5"
+KIMI_DRAFT_CONFIG = Path(__file__).parent / "configs" / "kimi-k2.5-eagle3"
+"""Kimi-K2.5's sizes and those of a published draft for it, to plan with: there are no weights."""
 
 
 def hub_cache() -> Path:

@@ -18,6 +18,7 @@ __all__ = [
     "DraftFlag",
     "DraftRotaryFlag",
     "DtypeFlag",
+    "JoinTimeoutFlag",
     "JsonFlag",
     "MeshFlag",
     "NumProcessesFlag",
@@ -25,6 +26,7 @@ __all__ = [
     "PromptArgument",
     "PromptFileFlag",
     "TargetFlag",
+    "ThinkingFlag",
     "TokensFlag",
 ]
 
@@ -118,6 +120,14 @@ ProcessIndexFlag = Annotated[
         help="Which of them this is, from 0; the first one prints and writes. Default: one.",
     ),
 ]
+JoinTimeoutFlag = Annotated[
+    int | None,
+    typer.Option(
+        "--join-timeout",
+        metavar="SECONDS",
+        help="How long a process waits for the others to come. Default: 60.",
+    ),
+]
 PromptArgument = Annotated[str | None, typer.Argument(metavar="PROMPT", help="Text.")]
 PromptFileFlag = Annotated[
     Path | None,
@@ -142,6 +152,13 @@ ChatFlag = Annotated[
         "--chat",
         help="Put text into the checkpoint's chat template, as a user's message. Messages always "
         "go through it.",
+    ),
+]
+ThinkingFlag = Annotated[
+    bool | None,
+    typer.Option(
+        "--thinking/--no-thinking",
+        help="On or off in the chat template. Default: as the template has it.",
     ),
 ]
 JsonFlag = Annotated[

@@ -1,15 +1,15 @@
 """Generation: requests in, completions out, over the two compiled programs of `step.py`.
 
-Not a server: a fixed number of places, filled from a list of requests as they come free.
+A fixed number of places, filled from the requests as they come free. What runs in one place changes
+nothing in the others.
 """
 
 import dataclasses
 import functools
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,10 @@ from jaxspec.contracts import Boundaries
 from jaxspec.draft import Draft
 from jaxspec.errors import InputError
 from jaxspec.kernels import expert_matmul, mla_attention, tree_verify
-from jaxspec.sampling import Sampling
+from jaxspec.requests import Completion, Finish, Piece, Request, Run, sampling_of
 from jaxspec.sharding import devices_of, specs_of
 from jaxspec.step import (
+    NUM_STOP_IDS,
     Admission,
     Settings,
     State,
@@ -37,16 +38,14 @@ from jaxspec.step import (
 from jaxspec.target import Target
 
 __all__ = [
-    "Completion",
     "GenerateConfig",
     "Generator",
-    "Request",
-    "Run",
+    "Stream",
     "implementations",
 ]
 
 DEFAULT_CONTEXT = 2048
-Finish = Literal["eos", "stop", "length", "capacity"]
+ShouldStop = Callable[[int, Sequence[int]], int | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,54 +95,6 @@ class GenerateConfig:
         return slots
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """One prompt and how its tokens are chosen; see `sampling.Sampling`."""
-
-    prompt_ids: tuple[int, ...]
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    max_new_tokens: int | None = None
-
-    def check_sampling(self) -> None:
-        """Raises InputError for settings by which no token can be chosen."""
-        if not 0 <= self.temperature < math.inf:
-            raise InputError(f"temperature is {self.temperature}; 0 is greedy, else it is positive")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p is {self.top_p}; it lies above 0, and 1 is off")
-        if not 0 <= self.top_k < 2**31:
-            raise InputError(f"top_k is {self.top_k}; 0 is off, else it is positive, below 2^31")
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """What a request gave.
-
-    Attributes:
-      tokens: the emitted ids; an end-of-sequence token is the last of them.
-      finish: why it ended: "capacity" is a context that was full before `max_new_tokens`.
-      accepted: drafted tokens accepted in each verify step; the first token comes from prefill.
-      prefill_ms, decode_ms: wall time of the calls it took part in.
-    """
-
-    tokens: tuple[int, ...]
-    finish: Finish
-    accepted: tuple[int, ...]
-    prefill_ms: float
-    decode_ms: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """The completions of all requests, in their order, and the wall time of all calls together."""
-
-    completions: tuple[Completion, ...]
-    prefill_ms: float
-    decode_ms: float
-
-
 _NOT_FINITE = {
     Status.TARGET_NOT_FINITE: "the target's logits are NaN",
     Status.DRAFT_NOT_FINITE: "the draft's hidden state is not finite",
@@ -156,7 +107,6 @@ class _Place:
 
     index: int
     request: Request
-    limit: int
     prefill_ms: float = 0.0
     decode_ms: float = 0.0
     num_reported: int = 0
@@ -202,12 +152,11 @@ class Generator:
         implementations(target, config)  # or what was asked for by name cannot run
         if capture is None and draft is not None:
             capture = target.asked_for(draft.config.boundaries)
-        stop_ids = () if config.ignore_eos else target.config.eos_token_ids
         self.config, self.capture = config, capture
         self.num_traces = {"prefill": 0, "decode": 0}
         self.slots = config.slots(target.config)
-        self._vocab_size = target.config.vocab_size
-        self._settings = Settings(config.tree, capture, stop_ids, config.prefill_chunk)
+        self._target = target.config
+        self._settings = Settings(config.tree, capture, config.prefill_chunk)
         graph, self._params = nnx.split((target, draft))
         if self._devices is not None:
             self._params = self._devices.put(self._params)
@@ -220,6 +169,7 @@ class Generator:
         self.compile_s = time.perf_counter() - started
         where = None if self._devices is None else self._devices.shardings(state)
         self._state: State = jax.jit(new_state, out_shardings=where)()
+        self._current: Stream | None = None
 
     def _compile(self, name: str, program: Callable, graph, state, argument) -> Callable:
         def traced(params, state, argument):
@@ -241,92 +191,80 @@ class Generator:
     def _fetch(self, tree: Any) -> Any:
         return jax.device_get(tree) if self._devices is None else self._devices.fetch(tree)
 
-    def run(
-        self,
-        requests: Sequence[Request],
-        should_stop: Callable[[int, Sequence[int]], int | None] | None = None,
-        on_finish: Callable[[int, Completion], None] | None = None,
-    ) -> Run:
+    def run(self, requests: Sequence[Request], should_stop: ShouldStop | None = None) -> Run:
         """The completions of the requests, as many at a time as there are places.
 
         Args:
-          should_stop: called with a request's index and its tokens so far, whenever there are
-            more; a number of tokens to keep ends the request there, with finish "stop".
-          on_finish: called with a request's index and its completion, as soon as it is there.
+          should_stop: see `stream`.
 
         Raises:
-          InputError: a request that cannot be served; nothing is generated.
-          FloatingPointError: target or draft computed something that is not finite. Requests
-            that ended before, or in the same call, were handed to `on_finish`.
+          InputError: a request that cannot be served whatever the capacity; nothing is generated.
+            One whose prompt fills the context fails alone: see `Completion.error`.
+          FloatingPointError: target or draft computed something that is not finite.
         """
+        self.check(requests)
+        stream = self.stream(requests, should_stop)
+        done = {piece.index: piece.completion for piece in stream if piece.completion}
+        completions = tuple(done[index] for index in range(len(requests)))
+        return Run(completions, stream.prefill_ms, stream.decode_ms)
+
+    def stream(
+        self, requests: Iterable[Request], should_stop: ShouldStop | None = None
+    ) -> "Stream":
+        """The tokens of the requests while they come.
+
+        Args:
+          requests: asked for one when a place is free, so they may come from anywhere.
+          should_stop: called with a request's index and its tokens so far, whenever there are
+            more; a number of tokens to keep ends the request there, with finish "stop".
+
+        The iterator raises:
+          InputError: a request that cannot be served whatever the capacity.
+          FloatingPointError: target or draft computed something that is not finite. What other
+            requests got in the same call comes before.
+          RuntimeError: another run of this generator has begun meanwhile.
+        """
+        return Stream(self, requests, should_stop)
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raises InputError for requests that cannot be served whatever the capacity."""
         for index, request in enumerate(requests):
             self._check(index, request)
-        self._set_idle(np.ones(self.config.batch_size, bool))  # an earlier run may have failed
-        waiting = list(enumerate(requests))[::-1]
-        places: list[_Place | None] = [None] * self.config.batch_size
-        completions: list[Completion | None] = [None] * len(requests)
-        prefill_ms = decode_ms = 0.0
-        while waiting or any(places):
-            admitted: dict[int, _Place] = {}
-            for b in [b for b, place in enumerate(places) if place is None][: len(waiting)]:
-                index, request = waiting.pop()
-                places[b] = admitted[b] = _Place(index, request, self._limit(request))
-            if admitted:
-                took_ms = self._timed(self._prefill, self._admission(admitted))
-                prefill_ms += took_ms
-                for place in admitted.values():
-                    place.prefill_ms = took_ms
-                self._collect(places, completions, should_stop, on_finish)
-                if not any(places):
-                    continue
-            took_ms = self._timed(self._decode, np.int32(self.config.steps_per_call))
-            decode_ms += took_ms
-            for place in filter(None, places):
-                place.decode_ms += took_ms
-            self._collect(places, completions, should_stop, on_finish)
-        done = tuple(completion for completion in completions if completion is not None)
-        return Run(done, prefill_ms, decode_ms)
 
     def _check(self, index: int, request: Request) -> None:
-        who, ids = f"request {index}", request.prompt_ids
-        if not ids:
-            raise InputError(f"{who}: the prompt is empty")
-        if min(ids) < 0 or max(ids) >= self._vocab_size:
-            bad = next(i for i in ids if not 0 <= i < self._vocab_size)
-            raise InputError(f"{who}: token id {bad} is not in a vocabulary of {self._vocab_size}")
-        if len(ids) >= self.slots:
-            raise InputError(
-                f"{who}: a prompt of {len(ids)} tokens leaves no room for a new one in a context "
-                f"of {self.slots}; raise context_length (--context-length)"
-            )
         try:
-            request.check_sampling()
+            request.check(self._target, self.config.ignore_eos)
         except InputError as error:
-            raise InputError(f"{who}: {error}") from None
-        if request.max_new_tokens is not None and request.max_new_tokens < 1:
-            raise InputError(f"{who}: max_new_tokens is {request.max_new_tokens}; it starts at 1")
+            raise InputError(f"request {index}: {error}") from None
+
+    def _why_no_room(self, request: Request) -> str | None:
+        """Why a prompt cannot have one token more; None where it can."""
+        if len(request.prompt_ids) < self.slots:
+            return None
+        return (
+            f"a prompt of {len(request.prompt_ids)} tokens leaves no room for a new one in a "
+            f"context of {self.slots}; raise context_length (--context-length)"
+        )
+
+    def _wanted(self, request: Request) -> int:
+        return request.max_new_tokens or self.config.max_new_tokens
 
     def _limit(self, request: Request) -> int:
-        wanted = request.max_new_tokens or self.config.max_new_tokens
-        return min(wanted, self.slots - len(request.prompt_ids))
+        return min(self._wanted(request), self.slots - len(request.prompt_ids))
 
-    def _admission(self, admitted: Mapping[int, _Place] = MappingProxyType({})) -> Admission:
+    def _admission(self, admitted: Mapping[int, Request] = MappingProxyType({})) -> Admission:
         """The programs' input for requests and the places of the batch they get."""
         batch = self.config.batch_size
         prompt = np.zeros((batch, self.slots), np.int32)
         is_admitted, prompt_len = np.zeros(batch, bool), np.ones(batch, np.int32)
-        limit, top_k = np.ones(batch, np.int32), np.zeros(batch, np.int32)
-        seed, temperature = np.zeros(batch, np.uint32), np.zeros(batch, np.float32)
-        top_p = np.ones(batch, np.float32)
-        for b, place in admitted.items():
-            ids, request = place.request.prompt_ids, place.request
-            is_admitted[b], prompt_len[b], limit[b] = True, len(ids), place.limit
-            prompt[b, : len(ids)] = ids
-            seed[b] = request.seed % 2**32
-            temperature[b], top_k[b], top_p[b] = request.temperature, request.top_k, request.top_p
-        return Admission(
-            is_admitted, prompt, prompt_len, limit, Sampling(seed, temperature, top_k, top_p)
-        )
+        limit, stop_ids = np.ones(batch, np.int32), np.full((batch, NUM_STOP_IDS), -1, np.int32)
+        for b, request in admitted.items():
+            ids = request.prompt_ids
+            stop = request.all_stop_ids(self._target, self.config.ignore_eos)
+            is_admitted[b], prompt_len[b], limit[b] = True, len(ids), self._limit(request)
+            prompt[b, : len(ids)], stop_ids[b, : len(stop)] = ids, stop
+        sampling = sampling_of(admitted, batch)
+        return Admission(is_admitted, prompt, prompt_len, limit, stop_ids, sampling)
 
     def _timed(self, program: Callable, argument) -> float:
         """Milliseconds that a program took to update the state."""
@@ -335,13 +273,78 @@ class Generator:
         self._state = jax.block_until_ready(program(self._params, self._state, new))
         return 1e3 * (time.perf_counter() - started)
 
-    def _collect(self, places, completions, should_stop, on_finish) -> None:
-        """Shows new tokens to `should_stop`, and turns places that ended into completions."""
-        state = self._state
-        status, tokens, num_tokens, accepted, num_steps = self._fetch(
+    def _set_idle(self, is_stopped: np.ndarray) -> None:
+        """Ends what runs in these places of the batch."""
+        status = np.where(is_stopped, np.int32(Status.IDLE), self._fetch(self._state.status))
+        new = self._put({"status": jnp.asarray(status)})
+        self._state = dataclasses.replace(self._state, **new)
+
+
+class Stream:
+    """A run while it goes on: an iterator over its pieces, which come call by call.
+
+    Attributes:
+      prefill_ms, decode_ms: wall time of all calls so far.
+    """
+
+    def __init__(
+        self, generator: Generator, requests: Iterable[Request], should_stop: ShouldStop | None
+    ) -> None:
+        self.prefill_ms = self.decode_ms = 0.0
+        self._generator, self._should_stop = generator, should_stop
+        self._places: list[_Place | None] = [None] * generator.config.batch_size
+        self._pieces = self._play(requests)
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def _play(self, requests: Iterable[Request]) -> Iterator[Piece]:
+        generator, places, waiting = self._generator, self._places, iter(enumerate(requests))
+        generator._current = self
+        generator._set_idle(np.ones(len(places), bool))  # an earlier run may have been left
+        while True:
+            admitted: dict[int, _Place] = {}
+            free = [b for b, place in enumerate(places) if place is None]
+            while len(admitted) < len(free) and (entry := next(waiting, None)) is not None:
+                index, request = entry
+                generator._check(index, request)
+                error = generator._why_no_room(request)
+                if error is not None:
+                    yield Piece(index, (), Completion((), "capacity", (), 0.0, 0.0, error))
+                    continue
+                b = free[len(admitted)]
+                places[b] = admitted[b] = _Place(index, request)
+            if admitted:
+                new = generator._admission({b: place.request for b, place in admitted.items()})
+                took_ms = self._timed(generator._prefill, new)
+                self.prefill_ms += took_ms
+                for place in admitted.values():
+                    place.prefill_ms = took_ms
+                yield from self._collect()
+            if any(places):
+                took_ms = self._timed(generator._decode, np.int32(generator.config.steps_per_call))
+                self.decode_ms += took_ms
+                for place in filter(None, places):
+                    place.decode_ms += took_ms
+                yield from self._collect()
+            elif not admitted:
+                return
+
+    def _timed(self, program: Callable, argument) -> float:
+        if self._generator._current is not self:
+            raise RuntimeError("another run of this generator began before this one had ended")
+        return self._generator._timed(program, argument)
+
+    def _collect(self) -> Iterator[Piece]:
+        """New tokens, shown to `should_stop`; places whose request ended are free afterwards."""
+        state, places = self._generator._state, self._places
+        status, tokens, num_tokens, accepted, num_steps = self._generator._fetch(
             (state.status, state.tokens, state.num_tokens, state.accepted, state.num_steps)
         )
-        is_stopped, failures = np.zeros(len(places), bool), []
+        is_stopped, failures, pieces = np.zeros(len(places), bool), [], []
         for b, place in enumerate(places):
             if place is None:
                 continue
@@ -353,35 +356,30 @@ class Generator:
                 continue
             mine = tokens[b, : num_tokens[b]].tolist()
             is_new = len(mine) > place.num_reported
-            keep = should_stop(place.index, mine) if should_stop and is_new else None
-            shown = mine if keep is None else mine[:keep]
+            keep = self._should_stop(place.index, mine) if self._should_stop and is_new else None
+            shown, completion = tuple(mine if keep is None else mine[:keep]), None
+            if keep is not None or status[b] != Status.RUNNING:
+                is_stopped[b] = keep is not None
+                finish = "stop" if keep is not None else self._finish(place, status[b], shown)
+                steps = _steps_until(accepted[b, : num_steps[b]].tolist(), len(shown))
+                completion = Completion(shown, finish, steps, place.prefill_ms, place.decode_ms)
+                places[b] = None
+            if is_new or completion:
+                pieces.append(Piece(place.index, shown[place.num_reported :], completion))
             place.num_reported = len(shown)
-            if keep is None and status[b] == Status.RUNNING:
-                continue
-            if keep is not None:
-                finish: Finish = "stop"
-                is_stopped[b] = True
-            elif status[b] == Status.EOS:
-                finish = "eos"
-            else:
-                wanted = place.request.max_new_tokens or self.config.max_new_tokens
-                finish = "length" if place.limit == wanted else "capacity"
-            steps = _steps_until(accepted[b, : num_steps[b]].tolist(), len(shown))
-            completion = Completion(tuple(shown), finish, steps, place.prefill_ms, place.decode_ms)
-            completions[place.index] = completion
-            places[b] = None
-            if on_finish:
-                on_finish(place.index, completion)
         if is_stopped.any():
-            self._set_idle(is_stopped)
+            self._generator._set_idle(is_stopped)
+        yield from pieces
         if failures:
             raise FloatingPointError("\n".join(failures))
 
-    def _set_idle(self, is_stopped: np.ndarray) -> None:
-        """Ends what runs in these places of the batch."""
-        status = np.where(is_stopped, np.int32(Status.IDLE), self._fetch(self._state.status))
-        new = self._put({"status": jnp.asarray(status)})
-        self._state = dataclasses.replace(self._state, **new)
+    def _finish(self, place: "_Place", status: int, tokens: Sequence[int]) -> Finish:
+        """Why a request ended by itself."""
+        generator = self._generator
+        if status == Status.STOPPED:
+            return "eos" if tokens[-1] in generator._target.eos_token_ids else "stop"
+        wanted = generator._wanted(place.request)
+        return "length" if generator._limit(place.request) == wanted else "capacity"
 
 
 def implementations(target: Target, config: GenerateConfig) -> dict[str, str]:

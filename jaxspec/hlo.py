@@ -7,9 +7,10 @@ step slower. The scheduled HLO says so before any machine has run it.
 import dataclasses
 import math
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["Collective", "Write", "collectives", "loop_writes"]
+__all__ = ["Collective", "Run", "Write", "collectives", "loop_writes", "runs"]
 
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4,
           "f32": 4, "s64": 8, "u64": 8, "f64": 8, "s4": 0.5, "u4": 0.5, "f8e4m3fn": 1}  # fmt: skip
@@ -20,6 +21,9 @@ _CALLED = re.compile(
     r"(?:body|condition|true_computation|false_computation|calls|to_apply)=%?([\w.\-]+)"
 )
 _BODY = re.compile(r"body=%?([\w.\-]+)")
+_CONDITION = re.compile(r"condition=%?([\w.\-]+)")
+_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_SCOPE = re.compile(r'op_name="([^"]*)"')
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _COLLECTIVES = {"all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute",
                 "collective-broadcast", "ragged-all-to-all"}  # fmt: skip
@@ -27,6 +31,10 @@ _COLLECTIVES = {"all-reduce", "all-gather", "all-to-all", "reduce-scatter", "col
 # They hand buffers on, or update one where it lies; a copy they needed would stand there itself.
 _IN_PLACE = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call",
              "dynamic-update-slice", "scatter", "constant", "optimization-barrier"}  # fmt: skip
+
+# They start nothing on the device. An asynchronous -done waits for what its -start has started.
+_STARTS_NOTHING = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all",
+                   "optimization-barrier", "while", "conditional", "call"}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +83,6 @@ def loop_writes(hlo: str) -> list[Write]:
       ValueError: the text holds no computation.
     """
     computations = _parse(hlo)
-    if not computations:
-        raise ValueError("no computation found: this is not the text of a compiled program")
     waiting = [
         body
         for instructions in computations.values()
@@ -131,8 +137,6 @@ def collectives(hlo: str) -> dict[str | None, list[Collective]]:
       ValueError: the text holds no computation.
     """
     computations = _parse(hlo)
-    if not computations:
-        raise ValueError("no computation found: this is not the text of a compiled program")
     instructions = [i for found in computations.values() for i in found.values()]
     bodies = [b for i in instructions if i.opcode == "while" for b in _BODY.findall(i.text)]
     in_loop: dict[str, str] = {}  # of each computation, the innermost loop that runs it
@@ -149,14 +153,92 @@ def collectives(hlo: str) -> dict[str | None, list[Collective]]:
         for i in computation.values():
             opcode = i.opcode.removesuffix("-start")
             if opcode in _COLLECTIVES:
-                # An asynchronous start lists its operands too; the last array is its result's.
-                arrays = [Write(opcode, d, _shape(s), "") for d, s in _ARRAY.findall(i.result)]
-                counted = arrays[-1:] if i.opcode.endswith("-start") else arrays
-                size = sum(array.num_bytes for array in counted)
-                found.setdefault(in_loop.get(name), []).append(
-                    Collective(opcode, size, i.text.strip())
-                )
+                exchange = Collective(opcode, _result_bytes(i), i.text.strip())
+                found.setdefault(in_loop.get(name), []).append(exchange)
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """An instruction that has the device do something, and how often it does.
+
+    Attributes:
+      opcode: of the instruction; a fusion's is that of its root. "while" is the host's look at a
+        loop's condition, for which it waits; a loop whose turns are counted beforehand has none.
+      scopes: what it was traced under, as in `jit(program)/while/body/verify/psum`: of each loop
+        that it is in, the outermost first, and of itself. XLA lets equal loops share a body, so the
+        last alone may be another loop's.
+      times: in one run of the program.
+      num_bytes: of its result, on each device.
+    """
+
+    opcode: str
+    scopes: tuple[str, ...]
+    times: float
+    num_bytes: float
+
+    @property
+    def is_collective(self) -> bool:
+        return self.opcode in _COLLECTIVES
+
+
+def runs(hlo: str, turns_of: Callable[[str], float]) -> list[Run]:
+    """What one run of a program has the device do: kernels, copies, collectives; and waits.
+
+    Of the branches of a conditional, those of the one that starts least.
+
+    Args:
+      turns_of: how often a loop turns whose count XLA does not know, by its scope.
+
+    Raises:
+      ValueError: the text holds no computation.
+    """
+    computations = _parse(hlo)
+
+    def visit(name: str, times: float, outer: tuple[str, ...]) -> list[Run]:
+        found = []
+        for i in computations[name].values():
+            scopes = (*outer, _scope(i))
+            if i.opcode == "while":
+                found += of_loop(i, times, scopes)
+            elif i.opcode == "conditional":
+                branches = [visit(branch, times, scopes) for branch in _called(i)]
+                found += min(branches, key=lambda branch: sum(run.times for run in branch))
+            elif i.opcode == "call":
+                found += [run for called in _called(i) for run in visit(called, times, outer)]
+            elif i.opcode not in _STARTS_NOTHING and not i.opcode.endswith("-done"):
+                whole = i._replace(opcode=i.opcode.removesuffix("-start"))
+                opcode = _makers(whole, computations)[0].opcode
+                found.append(Run(opcode, scopes, times, _result_bytes(i)))
+        return found
+
+    def of_loop(loop: _Instruction, times: float, scopes: tuple[str, ...]) -> list[Run]:
+        (body,), (condition,) = _BODY.findall(loop.text), _CONDITION.findall(loop.text)
+        known = _TURNS.search(loop.text)
+        if known is not None:
+            return visit(body, times * int(known[1]), scopes)
+        turns = turns_of(scopes[-1])
+        looks = times * (turns + 1)
+        wait = Run("while", scopes, looks, 0)
+        return [wait, *visit(condition, looks, scopes), *visit(body, times * turns, scopes)]
+
+    entry = next(line for line in hlo.splitlines() if line.startswith("ENTRY "))
+    return visit(_COMPUTATION.findall(entry)[0], 1, ())
+
+
+def _result_bytes(instruction: _Instruction) -> float:
+    """Bytes of a result; of an asynchronous start, which lists what it reads too, of its last."""
+    found = [(d, s) for d, s in _ARRAY.findall(instruction.result) if d in _BYTES]
+    if instruction.opcode in ("fusion-start", "async-start", "copy-start"):
+        found = found[:-1]  # a context, which is no array
+    if instruction.opcode.endswith("-start"):
+        found = found[-1:]
+    return sum(_BYTES[dtype] * math.prod(_shape(dims)) for dtype, dims in found)
+
+
+def _scope(instruction: _Instruction) -> str:
+    found = _SCOPE.search(instruction.text)
+    return found[1] if found else ""
 
 
 def _called(instruction: _Instruction) -> list[str]:
@@ -174,6 +256,8 @@ def _parse(hlo: str) -> _Computations:
         elif current is not None and (found := _INSTRUCTION.match(line)):
             root, name, result, opcode = found.groups()
             current[name] = _Instruction(bool(root), name, result, opcode, line)
+    if not computations:
+        raise ValueError("no computation found: this is not the text of a compiled program")
     return computations
 
 

@@ -3,15 +3,17 @@
 import collections
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from jaxspec.chat import Message
+from jaxspec.chat import Message, check_messages, shown
 from jaxspec.errors import InputError
 from jaxspec.tokenizer import Tokenizer
 
 __all__ = [
+    "SETTINGS",
     "EncodedPrompt",
     "Prompt",
     "check_prompts",
@@ -28,6 +30,9 @@ class Prompt:
     Attributes:
       id: unique in its file; the run file resumes by it.
       category: of a benchmark's prompt, or None.
+      tools: that the messages may call, as the chat template wants them.
+      thinking: on or off in the chat template; None leaves it alone.
+      settings: some of `SETTINGS`, which come before those of the run.
       where: what an error calls it: its file and line.
     """
 
@@ -36,6 +41,9 @@ class Prompt:
     text: str | None = None
     messages: tuple[Message, ...] | None = None
     ids: tuple[int, ...] | None = None
+    tools: tuple[Any, ...] = ()
+    thinking: bool | None = None
+    settings: Mapping[str, Any] = MappingProxyType({})
     where: str = "the prompt"
 
 
@@ -46,6 +54,7 @@ class EncodedPrompt:
     id: str
     ids: tuple[int, ...]
     category: str | None = None
+    settings: Mapping[str, Any] = MappingProxyType({})
     where: str = "the prompt"
 
 
@@ -57,6 +66,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     `messages`, `conversations` (ShareGPT), `turns` (MT-bench), `question` (GSM8K); `id` or
     `question_id`, and `category`, are kept. A conversation is taken up to its last turn that is
     not the assistant's, and of `turns` the first: what follows is what the model is to write.
+    `tools` and `thinking` stand beside messages; `sampling` is an object of `SETTINGS`.
 
     Raises:
       InputError: names the file and the line.
@@ -73,8 +83,11 @@ def read_prompts(path: Path) -> list[Prompt]:
         if is_json and line.strip():
             prompts.append(_from_json(line, str(number - 1), where))
         elif not is_json:
-            text = _non_empty(line, where)
-            prompts.append(Prompt(str(number - 1), text=text, where=where))
+            try:
+                _check_text(line)
+            except InputError as error:
+                raise InputError(f"{where}: {error}") from error
+            prompts.append(Prompt(str(number - 1), text=line, where=where))
     where_of = collections.defaultdict(list)
     for prompt in prompts:
         where_of[prompt.id].append(prompt.where)
@@ -95,13 +108,13 @@ def read_tokens(path: Path) -> list[Prompt]:
     except ValueError as error:
         raise InputError(f"{path}: not JSON ({error})") from error
     if not isinstance(entries, list) or not entries:
-        raise InputError(f"{path}: expected a list of lists of token ids, found {_kind(entries)}")
+        raise InputError(f"{path}: expected a list of lists of token ids, found {shown(entries)}")
     prompts = []
     for index, entry in enumerate(entries):
         where = f"{path}, entry {index}"
         # bool is an int to Python, and never an id.
         if not isinstance(entry, list) or any(type(i) is not int for i in entry):
-            raise InputError(f"{where}: expected a list of token ids, found {_kind(entry)}")
+            raise InputError(f"{where}: expected a list of token ids, found {shown(entry)}")
         if not entry:
             raise InputError(f"{where}: empty prompt")
         prompts.append(Prompt(str(index), ids=tuple(entry), where=where))
@@ -109,26 +122,39 @@ def read_tokens(path: Path) -> list[Prompt]:
 
 
 def encode_prompts(
-    prompts: Sequence[Prompt], tokenizer: Tokenizer | None, use_chat: bool = False
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer | None,
+    use_chat: bool = False,
+    thinking: bool | None = None,
 ) -> list[EncodedPrompt]:
     """The prompts as ids.
 
     Args:
       use_chat: text becomes a user's message in the chat template. Messages always go through it.
+      thinking: on or off in the chat template, of prompts that do not say; None leaves it alone.
 
     Raises:
-      InputError: names the prompt: an empty one, no tokenizer, or no template.
+      InputError: names the prompt: an empty one, no tokenizer, or no template; or one that has
+        tools, or thinking on or off, where nothing reads it.
     """
-    return [
-        EncodedPrompt(
-            prompt.id, _ids_of(prompt, tokenizer, use_chat), prompt.category, prompt.where
+    encoded = []
+    for prompt in prompts:
+        chosen = thinking if prompt.thinking is None else prompt.thinking
+        try:
+            ids = _ids_of(prompt, tokenizer, use_chat, chosen)
+        except InputError as error:
+            raise InputError(f"{prompt.where}: {error}") from error
+        encoded.append(
+            EncodedPrompt(prompt.id, ids, prompt.category, prompt.settings, prompt.where)
         )
-        for prompt in prompts
-    ]
+    return encoded
 
 
 def check_prompts(prompts: Sequence[EncodedPrompt], vocab_size: int, context_length: int) -> None:
-    """Raises InputError, naming the prompt, for ids of no token or a prompt beyond capacity."""
+    """Raises InputError, naming the prompt, for ids of no token, or if no prompt has room.
+
+    One that is too long among others fails alone, when its turn comes.
+    """
     for prompt in prompts:
         wrong = [i for i in prompt.ids if not 0 <= i < vocab_size]
         if wrong:
@@ -136,28 +162,35 @@ def check_prompts(prompts: Sequence[EncodedPrompt], vocab_size: int, context_len
                 f"{prompt.where}: token id {wrong[0]}, but the target's vocabulary has ids 0 to "
                 f"{vocab_size - 1}"
             )
-        if len(prompt.ids) >= context_length:
-            raise InputError(
-                f"{prompt.where}: {len(prompt.ids)} tokens leave no room for a new one in a "
-                f"context of {context_length}; raise --context-length"
-            )
+    if all(len(prompt.ids) >= context_length for prompt in prompts):
+        raise InputError(
+            f"{prompts[0].where}: {len(prompts[0].ids)} tokens leave no room for a new one in a "
+            f"context of {context_length}; raise --context-length"
+        )
 
 
-def _ids_of(prompt: Prompt, tokenizer: Tokenizer | None, use_chat: bool) -> tuple[int, ...]:
+def _ids_of(
+    prompt: Prompt, tokenizer: Tokenizer | None, use_chat: bool, thinking: bool | None
+) -> tuple[int, ...]:
+    messages = prompt.messages
+    if prompt.text is not None:
+        _check_text(prompt.text)
+        if use_chat:
+            messages = ({"role": "user", "content": prompt.text},)
+    if messages is None and (prompt.tools or thinking is not None):
+        what = "tools are" if prompt.tools else "thinking on or off is"
+        raise InputError(f"{what} read by a chat template: give messages, or --chat")
     if prompt.ids is not None:
         return prompt.ids
-    if prompt.text is not None:
-        _non_empty(prompt.text, prompt.where)
     if tokenizer is None:
         raise InputError(
-            f"{prompt.where}: the target's directory has no tiktoken.model, so text cannot become "
-            "ids; give ids with --tokens"
+            "the target's directory has no tiktoken.model, so text cannot become ids; give ids "
+            "with --tokens"
         )
-    if prompt.messages is not None:
-        return tuple(tokenizer.encode_chat(list(prompt.messages)))
-    assert prompt.text is not None
-    if use_chat:
-        return tuple(tokenizer.encode_chat([{"role": "user", "content": prompt.text}]))
+    if messages is not None:
+        return tuple(tokenizer.encode_chat(list(messages), list(prompt.tools), thinking))
+    if prompt.text is None:
+        raise InputError("neither text nor messages nor ids")
     return tuple(tokenizer.encode(prompt.text))
 
 
@@ -167,49 +200,98 @@ def _from_json(line: str, default_id: str, where: str) -> Prompt:
     except ValueError as error:
         raise InputError(f"{where}: not JSON ({error})") from error
     if not isinstance(entry, dict):
-        raise InputError(f"{where}: expected an object, found {_kind(entry)}")
+        raise InputError(f"{where}: expected an object, found {shown(entry)}")
     form = next((key for key in _FORMS if key in entry), None)
     if form is None:
         raise InputError(
             f"{where}: expected one of the keys {', '.join(_FORMS)}; found {', '.join(entry)}"
         )
-    content = _FORMS[form](entry[form], f"{where}, {form!r}")
     name = entry.get("id", entry.get("question_id", default_id))
-    return Prompt(str(name), entry.get("category"), **content, where=where)
+    try:
+        content = _FORMS[form](entry[form])
+    except InputError as error:
+        raise InputError(f"{where}, {form!r}: {error}") from error
+    if content.keys() == {"messages"}:
+        thinking = entry.get("thinking")
+        if thinking is not None and not isinstance(thinking, bool):
+            raise InputError(
+                f"{where}, 'thinking': expected true or false, found {shown(thinking)}"
+            )
+        content |= {"tools": tuple(_tools(entry, where)), "thinking": thinking}
+    settings = _settings(entry.get("sampling"), f"{where}, 'sampling'")
+    return Prompt(str(name), entry.get("category"), **content, settings=settings, where=where)
 
 
-def _text(value: Any, where: str) -> dict[str, Any]:
-    return {"text": _non_empty(value, where)}
+def _tools(entry: dict[str, Any], where: str) -> list[Any]:
+    tools = entry.get("tools") or []
+    if not isinstance(tools, list):
+        raise InputError(f"{where}, 'tools': expected a list, found {shown(tools)}")
+    return tools
 
 
-def _first_turn(value: Any, where: str) -> dict[str, Any]:
-    return {"text": _non_empty(_list(value, where)[0], where)}
+def _settings(value: Any, where: str) -> dict[str, Any]:
+    """The settings of a prompt's own, of the right kinds; their ranges are checked with the run."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InputError(f"{where}: expected an object, found {shown(value)}")
+    settings = {}
+    for name, given in value.items():
+        if name not in SETTINGS:
+            raise InputError(f"{where}: no setting {name!r}; there are {', '.join(SETTINGS)}")
+        wanted, kinds, of = SETTINGS[name]
+        parts = given if isinstance(given, list) and of else [given]
+        # bool is an int to Python.
+        if any(isinstance(part, bool) or not isinstance(part, kinds) for part in parts):
+            raise InputError(f"{where}, {name!r}: expected {wanted}, found {shown(given)}")
+        settings[name] = tuple(parts) if of else given
+    return settings
 
 
-def _messages(value: Any, where: str) -> dict[str, Any]:
-    messages = _list(value, where)
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise InputError(f'{where}: expected objects with a "role", found {_kind(message)}')
+SETTINGS = {
+    "temperature": ("a number", (int, float), False),
+    "top_k": ("an integer", int, False),
+    "top_p": ("a number", (int, float), False),
+    "min_p": ("a number", (int, float), False),
+    "seed": ("an integer", int, False),
+    "max_new_tokens": ("an integer", int, False),
+    "stop": ("text, or a list of texts", str, True),
+    "stop_ids": ("an id, or a list of ids", int, True),
+}
+"""What a prompt can say of how it is continued: in words, its type, and whether there may be
+several."""
+
+
+def _text(value: Any) -> dict[str, Any]:
+    return {"text": _check_text(value)}
+
+
+def _first_turn(value: Any) -> dict[str, Any]:
+    return {"text": _check_text(_list(value)[0])}
+
+
+def _messages(value: Any) -> dict[str, Any]:
+    messages = _list(value)
+    check_messages(messages)
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages:
-        raise InputError(f"{where}: empty prompt (the assistant's turns alone)")
+        raise InputError("empty prompt (the assistant's turns alone)")
     if not messages[-1].get("content"):
-        raise InputError(f"{where}: empty prompt (its last turn has no content)")
+        raise InputError("empty prompt (its last turn has no content)")
     return {"messages": tuple(messages)}
 
 
-def _share_gpt(value: Any, where: str) -> dict[str, Any]:
+def _share_gpt(value: Any) -> dict[str, Any]:
     messages = []
-    for turn in _list(value, where):
+    for turn in _list(value):
         if not isinstance(turn, dict) or turn.get("from") not in _SHARE_GPT_ROLES:
             raise InputError(
-                f'{where}: expected turns whose "from" is one of {", ".join(_SHARE_GPT_ROLES)}; '
-                f"found {turn.get('from') if isinstance(turn, dict) else _kind(turn)!r}"
+                f'expected turns whose "from" is one of {", ".join(_SHARE_GPT_ROLES)}; '
+                f"found {turn.get('from') if isinstance(turn, dict) else shown(turn)!r}"
             )
         messages.append({"role": _SHARE_GPT_ROLES[turn["from"]], "content": turn.get("value")})
-    return _messages(messages, where)
+    return _messages(messages)
 
 
 _SHARE_GPT_ROLES = {
@@ -222,7 +304,7 @@ _SHARE_GPT_ROLES = {
     "tool": "tool",
 }
 
-_FORMS: dict[str, Callable[[Any, str], dict[str, Any]]] = {
+_FORMS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "prompt": _text,
     "messages": _messages,
     "conversations": _share_gpt,
@@ -239,26 +321,20 @@ def _is_prompt_object(line: str) -> bool:
     return isinstance(entry, dict) and not _FORMS.keys().isdisjoint(entry)
 
 
-def _non_empty(text: Any, where: str) -> str:
+def _check_text(text: Any) -> str:
     if not isinstance(text, str):
-        raise InputError(f"{where}: expected text, found {_kind(text)}")
+        raise InputError(f"expected text, found {shown(text)}")
     if not text.strip():
-        raise InputError(f"{where}: empty prompt")
+        raise InputError("empty prompt")
     return text
 
 
-def _list(value: Any, where: str) -> list[Any]:
+def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise InputError(f"{where}: expected a list, found {_kind(value)}")
+        raise InputError(f"expected a list, found {shown(value)}")
     if not value:
-        raise InputError(f"{where}: empty prompt (a list of nothing)")
+        raise InputError("empty prompt (a list of nothing)")
     return value
-
-
-def _kind(value: Any) -> str:
-    """A value as an error shows it: its JSON, cut short."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _read_text(path: Path) -> str:

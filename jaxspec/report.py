@@ -5,8 +5,9 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -14,7 +15,8 @@ import jax
 from jaxspec.config import MeshConfig, RotaryConfig, TreeConfig
 from jaxspec.draft import Draft
 from jaxspec.figures import accept_per_depth, ratio
-from jaxspec.generator import Completion, Generator, Run, implementations
+from jaxspec.generator import Generator, implementations
+from jaxspec.requests import Completion, Run
 from jaxspec.target import Target
 
 __all__ = [
@@ -37,6 +39,7 @@ class PromptReport:
       completion: the tokens emitted, the steps they took, and why they ended.
       text: of the tokens, cut before a stop string; None where there is no tokenizer.
       levels: of the tree; 0 without a draft.
+      settings: how its tokens were chosen, where the prompt itself said so.
     """
 
     id: str
@@ -45,6 +48,12 @@ class PromptReport:
     completion: Completion
     text: str | None
     levels: int
+    settings: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def error(self) -> str | None:
+        """Why the prompt could not be served; None where it was."""
+        return self.completion.error
 
     def to_dict(self) -> dict[str, Any]:
         """This prompt's entry of the `--json` object; a figure of no steps is None."""
@@ -56,6 +65,8 @@ class PromptReport:
             "tokens": list(completion.tokens),
             "text": self.text,
             "finish": completion.finish,
+            "error": self.error,
+            "sampling": dict(self.settings),
             "num_steps": len(completion.accepted),
             **acceptance([self]),
             "prefill_ms": completion.prefill_ms,
@@ -116,6 +127,11 @@ class GenerateReport:
         """Tokens per second of decoding, after compilation, all prompts together."""
         return ratio(self.num_decoded, self.decode_ms / 1e3)
 
+    @property
+    def num_failed(self) -> int:
+        """Prompts that could not be served."""
+        return sum(prompt.error is not None for prompt in self.prompts)
+
     def to_dict(self) -> dict[str, Any]:
         """The `--json` object."""
         return {
@@ -173,7 +189,7 @@ class GenerateReport:
         nodes = 0 if self.tree is None else self.tree.nodes
         return {
             "accept_length_sglang": ratio(tokens, steps),
-            "accept_rate_sglang_legacy": ratio(_from_steps(self.prompts), nodes * steps),
+            "accept_rate_sglang_legacy": ratio(_all_from_steps(self.prompts), nodes * steps),
         }
 
 
@@ -203,7 +219,7 @@ def report_of(
         decode_ms=run.decode_ms,
         compile_s=generator.compile_s,
         accept_ceiling=accept_ceiling,
-        num_decoded=sum(len(done.tokens) - 1 for done in run.completions),
+        num_decoded=sum(map(_from_steps, run.completions)),
         machine=machine(),
         command=command(),
     )
@@ -238,12 +254,16 @@ def acceptance(prompts: Sequence[PromptReport]) -> dict[str, Any]:
     accepted = [count for prompt in prompts for count in prompt.completion.accepted]
     steps = len(accepted)
     return {
-        "accept_length": ratio(_from_steps(prompts), steps),
+        "accept_length": ratio(_all_from_steps(prompts), steps),
         "accept_rate": ratio(sum(accepted), levels * steps),
         "accept_per_depth": list(accept_per_depth(accepted, levels)),
     }
 
 
-def _from_steps(prompts: Sequence[PromptReport]) -> int:
-    """Tokens emitted by steps: all but each prompt's first, which comes from prefill."""
-    return sum(len(prompt.completion.tokens) - 1 for prompt in prompts)
+def _all_from_steps(prompts: Sequence[PromptReport]) -> int:
+    return sum(_from_steps(prompt.completion) for prompt in prompts)
+
+
+def _from_steps(completion: Completion) -> int:
+    """Tokens emitted by steps: all but the first, which comes from prefill."""
+    return max(len(completion.tokens) - 1, 0)

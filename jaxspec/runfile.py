@@ -1,12 +1,14 @@
 """Run files: what a run gave, request by request, in the JSON lines that `compare` reads."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jaxspec.errors import InputError
-from jaxspec.generator import Completion
 from jaxspec.report import PromptReport
+from jaxspec.requests import Completion
 
 __all__ = ["FORMAT", "RunFile", "entry_of"]
 
@@ -30,7 +32,7 @@ class RunFile:
           InputError: the file is no run file, or of another run, or has no place to be.
         """
         self._path, self._header = path, {"format": FORMAT, **header}
-        self._done: dict[str, tuple[tuple[int, ...], Completion]] = {}
+        self._done: dict[str, tuple[dict[str, Any], Completion]] = {}
         self._size = 0
         if not path.parent.is_dir():
             raise InputError(f"{path}: there is no directory {path.parent}")
@@ -70,20 +72,26 @@ class RunFile:
             raise InputError(f"{self._path}: cannot be written ({error.strerror})") from error
         self._done[entry["id"]] = _completion_in(entry)
 
-    def completion(self, id: str, prompt_ids: tuple[int, ...]) -> Completion | None:
+    def completion(
+        self,
+        id: str,
+        prompt_ids: tuple[int, ...],
+        settings: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Completion | None:
         """What the file already holds of a request, or None.
 
         Raises:
-          InputError: it holds a request of that id with another prompt.
+          InputError: it holds a request of that id with another prompt or other settings.
         """
         if id not in self._done:
             return None
-        prompt, completion = self._done[id]
-        if prompt != prompt_ids:
-            raise InputError(
-                f"{self._path}: request {id!r} in it has another prompt than the one given now; "
-                "name another file"
-            )
+        asked, completion = self._done[id]
+        for name, now in _asked(prompt_ids, settings).items():
+            if asked[name] != now:
+                raise InputError(
+                    f"{self._path}: request {id!r} in it has another {name} than the one given "
+                    "now; name another file"
+                )
         return completion
 
     def _check(self, line: str) -> None:
@@ -102,21 +110,28 @@ class RunFile:
                 )
 
 
-def _completion_in(entry: dict[str, Any]) -> tuple[tuple[int, ...], Completion]:
-    """The prompt and the completion of a request's line."""
+def _asked(prompt_ids: Sequence[int], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What was asked for, as it is after a turn as JSON."""
+    return json.loads(json.dumps({"prompt": list(prompt_ids), "sampling": dict(settings)}))
+
+
+def _completion_in(entry: dict[str, Any]) -> tuple[dict[str, Any], Completion]:
+    """What a request's line asked for, and its completion."""
     completion = Completion(
         tuple(entry["output_ids"]),
         entry["finish"],
         tuple(entry["accepted"]),
         entry["ttft_ms"],
         entry["decode_ms"],
+        entry.get("error"),
     )
-    return tuple(entry["prompt_ids"]), completion
+    return _asked(entry["prompt_ids"], entry.get("sampling", {})), completion
 
 
 def entry_of(report: PromptReport) -> dict[str, Any]:
-    """A request's line."""
+    """A request's line; settings of its own and an error stand there where there are some."""
     done = report.completion
+    extra = {"sampling": dict(report.settings), "error": done.error}
     return {
         "id": report.id,
         "category": report.category,
@@ -127,4 +142,5 @@ def entry_of(report: PromptReport) -> dict[str, Any]:
         "accepted": list(done.accepted),
         "ttft_ms": done.prefill_ms,
         "decode_ms": done.decode_ms,
+        **{name: value for name, value in extra.items() if value},
     }

@@ -6,7 +6,8 @@ What `kernels/tree_verify` does in plain XLA, step by step and checked.
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxspec.dims import typed
-from jaxspec.kernels.tree_verify import Sampling, sampling, xla
+from jaxspec.kernels.tree_verify import Sampling, xla
+from jaxspec.kernels.tree_verify import sampling as kernel
 
 __all__ = ["Sampling", "choose", "gumbel_noise", "keep_top"]
 
@@ -29,12 +30,10 @@ def gumbel_noise(
     seed_B: Integer[Array, "B"], pos_BP: Int[Array, "B P"], vocab_size: int
 ) -> Float[Array, "B P V"]:
     """Standard Gumbel noise for the tokens at absolute positions `pos_BP`, f32."""
-    return sampling.gumbel_noise(seed_B, pos_BP, vocab_size)
+    return kernel.gumbel_noise(seed_B, pos_BP, vocab_size)
 
 
 @typed
-def keep_top(
-    score_BJV: Float[Array, "B J V"], top_k_B: Int[Array, "B"], top_p_B: Float[Array, "B"]
-) -> Bool[Array, "B J V"]:
-    """Which tokens top-k, then top-p keep; see `sampling.keep_top`."""
-    return sampling.keep_top(score_BJV, top_k_B, top_p_B)
+def keep_top(score_BJV: Float[Array, "B J V"], sampling: Sampling) -> Bool[Array, "B J V"]:
+    """Which tokens top-k, then top-p, then min-p keep; see `sampling.keep_top`."""
+    return kernel.keep_top(score_BJV, sampling)

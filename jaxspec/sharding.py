@@ -7,6 +7,7 @@ for XLA's partitioner to guess.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ __all__ = [
     "check_draft",
     "check_target",
     "devices_of",
+    "held_bytes",
     "spec_of",
     "specs_of",
 ]
@@ -91,6 +93,8 @@ AXES: dict[str, tuple[str | None, ...]] = {
     "temperature": ("batch",),
     "top_k": ("batch",),
     "top_p": ("batch",),
+    "min_p": ("batch",),
+    "stop_ids": ("batch", None),
     "limit": ("batch",),
     "tokens": ("batch", None),
     "num_tokens": ("batch",),
@@ -130,9 +134,23 @@ def specs_of(tree: Any, mesh: MeshConfig) -> Any:
             return leaf.replace(spec_of(name, leaf.get_value().ndim, mesh))
         return spec_of(name, leaf.ndim, mesh)
 
-    return jax.tree_util.tree_map_with_path(
-        spec, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
-    )
+    return jax.tree_util.tree_map_with_path(spec, tree, is_leaf=_is_variable)
+
+
+def held_bytes(tree: Any, mesh: MeshConfig) -> dict[str, int]:
+    """Bytes of each array that one device of a mesh holds, by the table alone, by dotted name."""
+    parts = {"data": mesh.data, "model": mesh.model}
+    held = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variable):
+        leaf = leaf.get_value() if _is_variable(leaf) else leaf
+        name = ".".join(map(_word, path))
+        cuts = math.prod(parts[axis] for axis in spec_of(name, leaf.ndim, mesh) if axis)
+        held[name] = leaf.size * leaf.dtype.itemsize // cuts
+    return held
+
+
+def _is_variable(tree: Any) -> bool:
+    return isinstance(tree, nnx.Variable)
 
 
 def _is_spec(tree: Any) -> bool:

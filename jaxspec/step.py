@@ -36,6 +36,7 @@ from jaxspec.tree import only_root
 from jaxspec.verify import verify
 
 __all__ = [
+    "NUM_STOP_IDS",
     "Admission",
     "Settings",
     "State",
@@ -46,11 +47,14 @@ __all__ = [
     "prefill",
 ]
 
+NUM_STOP_IDS = 16
+"""Stop ids that a sequence can have: they are data of the compiled step, and no part of it."""
+
 
 class Status:
     """What a place of the batch is doing, or why its sequence ended."""
 
-    IDLE, RUNNING, EOS, LENGTH, TARGET_NOT_FINITE, DRAFT_NOT_FINITE = range(6)
+    IDLE, RUNNING, STOPPED, LENGTH, TARGET_NOT_FINITE, DRAFT_NOT_FINITE = range(6)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,20 +64,18 @@ class Settings:
     Attributes:
       tree: shape of the draft tree; None decodes plainly.
       capture: the boundaries that the target reports to the draft.
-      stop_ids: tokens that end a sequence, themselves emitted.
       chunk: prompt tokens per target pass.
     """
 
     tree: TreeConfig | None
     capture: Boundaries | None
-    stop_ids: tuple[int, ...]
     chunk: int
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["target_cache", "draft_cache", "seed", "root", "length", "status", "sampling",
-                 "limit", "tokens", "num_tokens", "accepted", "num_steps"],
+                 "stop_ids", "limit", "tokens", "num_tokens", "accepted", "num_steps"],
     meta_fields=[],
 )  # fmt: skip
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +89,7 @@ class State:
       length: [B] committed tokens.
       status: [B] see `Status`.
       sampling: of each sequence.
+      stop_ids: [B,A] tokens that end a sequence, themselves emitted; -1 where there are fewer.
       limit: [B] tokens that a sequence may emit.
       tokens: [B,S] emitted tokens, `num_tokens` [B] of them.
       accepted: [B,S] int8, drafted tokens accepted in each verify step, `num_steps` [B] of them.
@@ -99,6 +102,7 @@ class State:
     length: Any
     status: Any
     sampling: Sampling
+    stop_ids: Any
     limit: Any
     tokens: Any
     num_tokens: Any
@@ -108,7 +112,7 @@ class State:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["is_admitted", "prompt", "prompt_len", "limit", "sampling"],
+    data_fields=["is_admitted", "prompt", "prompt_len", "limit", "stop_ids", "sampling"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +123,7 @@ class Admission:
       is_admitted: [B] the places to fill.
       prompt: [B,S] prompt ids, `prompt_len` [B] of them, at least one and at most S - 1.
       limit: [B] tokens to emit at most, at least one. With the prompt it must fit S.
+      stop_ids: [B,A] see `State`.
       sampling: of the new sequences.
     """
 
@@ -126,6 +131,7 @@ class Admission:
     prompt: Any
     prompt_len: Any
     limit: Any
+    stop_ids: Any
     sampling: Sampling
 
 
@@ -162,12 +168,8 @@ def empty_state(target: Target, draft: Draft | None, batch: int, slots: int) -> 
         root=zeros(),
         length=zeros(),
         status=zeros(),
-        sampling=Sampling(
-            zeros(dtype=jnp.uint32),
-            zeros(dtype=jnp.float32),
-            zeros(),
-            jnp.ones((batch,), jnp.float32),
-        ),
+        sampling=Sampling.of(batch),
+        stop_ids=zeros(NUM_STOP_IDS) - 1,
         limit=zeros(),
         tokens=zeros(slots),
         num_tokens=zeros(),
@@ -248,12 +250,13 @@ def prefill(
         state,
         length=jnp.where(new.is_admitted, new.prompt_len, state.length),
         limit=jnp.where(new.is_admitted, new.limit, state.limit),
+        stop_ids=_where(new.is_admitted, new.stop_ids, state.stop_ids),
         sampling=_where(new.is_admitted, new.sampling, state.sampling),
         num_tokens=jnp.where(new.is_admitted, 0, state.num_tokens),
         num_steps=jnp.where(new.is_admitted, 0, state.num_steps),
     )
     is_new_B = new.is_admitted & (state.status == Status.RUNNING)
-    return _emit(state, state.root[:, None], is_new_B.astype(jnp.int32), settings)[0]
+    return _emit(state, state.root[:, None], is_new_B.astype(jnp.int32))[0]
 
 
 def decode(
@@ -315,7 +318,7 @@ def step(target: Target, draft: Draft | None, state: State, settings: Settings) 
         )
         offered_B = jnp.where(is_running_B & ~is_bad_B, accepted.count + 1, 0)
         length_B = state.length
-        state, count_B = _emit(state, accepted.tokens, offered_B, settings)
+        state, count_B = _emit(state, accepted.tokens, offered_B)
         state = _count_step(state, count_B, accepted.count)
     with jax.named_scope("commit"):
         # The root and the accepted nodes get their rows; the bonus token is the next root.
@@ -380,15 +383,12 @@ def _with_draft_rows(
 
 @typed
 def _emit(
-    state: State, token_BP: Int[Array, "B P"], offered_B: Int[Array, "B"], settings: Settings
+    state: State, token_BP: Int[Array, "B P"], offered_B: Int[Array, "B"]
 ) -> tuple[State, Int[Array, "B"]]:
     """The state with tokens emitted, and how many were: up to a stop token or the limit."""
     place = jnp.arange(token_BP.shape[1])[None]
     is_offered_BP = place < offered_B[:, None]
-    if settings.stop_ids:
-        is_stop_BP = jnp.isin(token_BP, jnp.asarray(settings.stop_ids, jnp.int32)) & is_offered_BP
-    else:  # no array of size 0: on a mesh, XLA (jax 0.11.2) crashes over one in a while loop
-        is_stop_BP = jnp.zeros_like(is_offered_BP)
+    is_stop_BP = (token_BP[:, :, None] == state.stop_ids[:, None, :]).any(-1) & is_offered_BP
     until_stop_B = jnp.where(is_stop_BP.any(1), jnp.argmax(is_stop_BP, axis=1) + 1, offered_B)
     count_B = jnp.minimum(until_stop_B, state.limit - state.num_tokens)
     count_B = jnp.where(offered_B > 0, count_B, 0)
@@ -396,7 +396,7 @@ def _emit(
     has_stopped_B = is_stop_BP.any(1) & (count_B == until_stop_B)
     is_full_B = (offered_B > 0) & (num_tokens_B == state.limit)
     status_B = jnp.where(is_full_B, Status.LENGTH, state.status)
-    status_B = jnp.where(has_stopped_B, Status.EOS, status_B)
+    status_B = jnp.where(has_stopped_B, Status.STOPPED, status_B)
     num_slots = state.tokens.shape[1]
     slot_BP = jnp.where(
         place < count_B[:, None], state.num_tokens[:, None] + place, num_slots + place

@@ -11,7 +11,7 @@ import codecs
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,15 +85,29 @@ class Tokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """The ids of plain text; the name of a special token in it is text like any other."""
+        """The ids of plain text; the name of a special token in it is text like any other.
+
+        Raises:
+          InputError: half a surrogate pair, which is no character: what Python makes of bytes on a
+            command line that are not UTF-8.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"text that is not Unicode: {error}") from None
         encode = self._encoding.encode_ordinary
         return [i for piece in _cut(text) for i in encode(piece)]
 
-    def encode_chat(self, messages: list[Message]) -> list[int]:
+    def encode_chat(
+        self, messages: list[Message], tools: Sequence[Any] = (), thinking: bool | None = None
+    ) -> list[int]:
         """The ids of a conversation in the checkpoint's own chat template, reply begun.
 
+        Args:
+          tools, thinking: see `render_chat`.
+
         Raises:
-          InputError: there is no template, or it refuses these messages.
+          InputError: there is no template, or these messages cannot be rendered with it.
         """
         if self.chat_template is None:
             raise InputError(
@@ -101,7 +115,9 @@ class Tokenizer:
                 '"chat_template" in tokenizer_config.json), so messages cannot be rendered; give '
                 "the prompt as text, or as ids with --tokens"
             )
-        pieces = render_chat(self.chat_template, messages, self.special_ids, self._variables)
+        pieces = render_chat(
+            self.chat_template, messages, self.special_ids, self._variables, tools, thinking
+        )
         return [i for piece in pieces for i in self._encode_piece(*piece)]
 
     def _encode_piece(self, text: str, is_control: bool) -> list[int]:

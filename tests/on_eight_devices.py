@@ -20,13 +20,15 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxspec.ceiling import accept_ceiling
 from jaxspec.checkpoint import load_draft, load_target
 from jaxspec.config import MeshConfig, Numerics, TreeConfig
 from jaxspec.convert.write import convert
 from jaxspec.draft import Draft
-from jaxspec.generator import GenerateConfig, Generator, Request
+from jaxspec.generator import GenerateConfig, Generator
 from jaxspec.hlo import collectives
 from jaxspec.recording import record
+from jaxspec.requests import Request
 from jaxspec.sharding import Devices
 from jaxspec.target import Target
 from tests import draft_kinds, make_checkpoint, tiny
@@ -47,7 +49,7 @@ def requests() -> list[Request]:
     """Two batches: prompts shorter and longer than a chunk, greedy and sampled ones."""
     rng = np.random.default_rng(5)
     prompts = [tuple(rng.integers(0, 48, length).tolist()) for length in range(1, 29, 2)]
-    sampled = {"temperature": 0.9, "top_k": 20, "top_p": 0.95}
+    sampled = {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "min_p": 0.01}
     return [
         Request(prompt, seed=seed, **(sampled if seed % 2 else {}))
         for seed, prompt in enumerate(prompts)
@@ -148,6 +150,23 @@ def loading() -> dict[str, Any]:
     return told
 
 
+def ceilings(reference: ReferenceTarget, tokens: list[tuple[int, ...]]) -> dict[str, Any]:
+    """How far a draft that knew the target would have got, on one device and on a mesh.
+
+    Args:
+      tokens: that were emitted for `requests()`, greedy and sampled in turn.
+    """
+    asked, emitted, told = requests()[:5], tokens[:5], {}
+    for name, mesh in (("alone", None), ("mesh", MeshConfig(2, 4, "slots"))):
+        target, draft = models(reference, mesh)
+        found = accept_ceiling(target, asked, emitted, TREE, draft, batch_size=3)
+        told[name] = [
+            {"accepted": text.accepted, "best": text.best.tolist(), "draft": text.draft.tolist()}
+            for text in found.texts
+        ]
+    return told
+
+
 def main() -> None:
     # Read when the first array is made. Unoptimised, programs that run for moments compile in half
     # the time.
@@ -164,7 +183,11 @@ def main() -> None:
         told["loading"] = loading()
     make = latent_models if "latent" in asked else functools.partial(models, reference)
     asked = [run for run in asked if run != "latent"]
-    told["alone"], said = facts(*make(None))
+    alone, said = facts(*make(None))
+    told["alone"] = alone
+    if "ceiling" in asked:
+        asked.remove("ceiling")
+        told["ceiling"] = ceilings(reference, alone["tokens"])
     for text, cache in asked:
         found, also_said = facts(*make(MeshConfig.parse(text, cache)))
         assert also_said.keys() == said.keys()

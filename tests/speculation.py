@@ -15,7 +15,7 @@ from jaxspec.config import TreeConfig
 from jaxspec.draft import Borrowed, Draft
 from jaxspec.propose import propose
 from jaxspec.sampling import Sampling, gumbel_noise
-from jaxspec.step import Admission, Settings, State
+from jaxspec.step import NUM_STOP_IDS, Admission, Settings, State
 from jaxspec.target import Target
 from tests.reference.eagle import Choice, Oracle, Step, greedy, sampler
 
@@ -31,6 +31,7 @@ class Request:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
 
     def choose(self, vocab_size: int) -> Callable[[np.ndarray, int], Choice]:
@@ -43,6 +44,7 @@ class Request:
             self.temperature,
             self.top_k,
             self.top_p,
+            self.min_p,
         )
 
 
@@ -81,7 +83,7 @@ class Stepper:
         )
 
         def admit(params, state: State, new: Admission) -> State:
-            settings = Settings(None, capture, (), chunk)
+            settings = Settings(None, capture, chunk)
             return steps.prefill(*nnx.merge(graph, params), state, new, settings)
 
         def advance(params, state: State, tree: TreeConfig):
@@ -90,7 +92,7 @@ class Stepper:
             drafted = propose(
                 draft, state.seed, state.root, state.length, state.draft_cache, borrowed, tree
             )
-            settings = Settings(tree, capture, (), chunk)
+            settings = Settings(tree, capture, chunk)
             after = steps.step(target, draft, state, settings)
             return drafted.tokens, drafted.parent, after
 
@@ -114,11 +116,13 @@ class Stepper:
             jnp.asarray(prompts),
             jnp.array([len(request.prompt) for request in requests]),
             jnp.full(self.batch, num_tokens),
+            jnp.full((self.batch, NUM_STOP_IDS), -1),
             Sampling(
                 column("seed", jnp.uint32),
                 column("temperature", jnp.float32),
                 column("top_k", jnp.int32),
                 column("top_p", jnp.float32),
+                column("min_p", jnp.float32),
             ),
         )
         state = self.admit(self.params, self.empty, new)

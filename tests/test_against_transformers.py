@@ -14,7 +14,8 @@ import pytest
 from jaxspec import recording
 from jaxspec.checkpoint import load_target
 from jaxspec.config import Numerics
-from jaxspec.generator import GenerateConfig, Generator, Request
+from jaxspec.generator import GenerateConfig, Generator
+from jaxspec.requests import Request
 from jaxspec.target import Target
 from tests import tiny, torch_reference
 from tests.torch_reference import MINI_TARGET, NEAR_TIE, Record, row_error

@@ -14,7 +14,8 @@ from flax import nnx
 from jaxspec import cli
 from jaxspec.config import TreeConfig
 from jaxspec.errors import InputError
-from jaxspec.generator import GenerateConfig, Generator, Request
+from jaxspec.generator import GenerateConfig, Generator
+from jaxspec.requests import Request
 from tests import make_checkpoint, tiny
 
 TREE = TreeConfig(2, 1, 3)
@@ -40,13 +41,6 @@ class Case(NamedTuple):
 CASES = {
     "empty prompt": Case(
         ("the prompt is empty", "entry 0: empty prompt"), request={"prompt_ids": ()}, prompts=[[]]
-    ),
-    "prompt beyond capacity": Case(
-        ("room for a new one in a context of 8",),
-        {"context_length": 8},
-        {"prompt_ids": (1,) * 8},
-        ("--context-length", "8"),
-        [[1] * 8],
     ),
     "id out of the vocabulary": Case(
         ("token id 24 ", "token id 24,"), request={"prompt_ids": (1, 24)}, prompts=[[1, 24]]
@@ -78,6 +72,20 @@ CASES = {
     ),
     "top_p 0": Case(("top_p is 0.0",), {}, {"top_p": 0.0}, ("--top-p", "0")),
     "top_p above 1": Case(("top_p is 1.5",), {}, {"top_p": 1.5}, ("--top-p", "1.5")),
+    "top_p that is no number": Case(
+        ("top_p is nan",), {}, {"top_p": float("nan")}, ("--top-p", "nan")
+    ),
+    "min_p below 0": Case(("min_p is -0.1",), {}, {"min_p": -0.1}, ("--min-p", "-0.1")),
+    "min_p above 1": Case(("min_p is 1.1",), {}, {"min_p": 1.1}, ("--min-p", "1.1")),
+    "a stop id that is no token": Case(
+        ("stop id 24 is not in a vocabulary of 24",), {}, {"stop_ids": (24,)}, ("--stop-id", "24")
+    ),
+    "too many stop ids": Case(
+        ("17 stop ids, the target's end of sequence among them; at most 16",),
+        {},
+        {"stop_ids": tuple(range(17))},
+        tuple(arg for i in range(17) for arg in ("--stop-id", str(i))),
+    ),
     "top_k below 0": Case(("top_k is -1",), {}, {"top_k": -1}, ("--top-k", "-1")),
     "top_k beyond int32": Case(
         ("top_k is 2147483648",), {}, {"top_k": 2**31}, ("--top-k", "2147483648")
@@ -124,6 +132,27 @@ def test_the_library_refuses(name, target, draft, generator):
         with pytest.raises(InputError) as refused:
             Generator(target, draft, GenerateConfig(**{"tree": TREE, **case.config}))
     assert case.message[0] in str(refused.value)
+
+
+def test_an_end_of_sequence_that_is_asked_for_and_ignored(target, draft):
+    target = nnx.clone(target)
+    target.config = dataclasses.replace(target.config, eos_token_ids=(7,))
+    config = GenerateConfig(TREE, context_length=8, prefill_chunk=4, ignore_eos=True)
+    with pytest.raises(InputError, match="request 0: stop id 7 is the target's end of sequence"):
+        Generator(target, draft, config).run([Request((1,), stop_ids=(3, 7))])
+
+
+def test_a_prompt_beyond_capacity_fails_alone(generator):
+    """In the library; in a context of 8 a prompt of 7 has room for one token."""
+    requests = [Request((1,)), Request((1,) * 8), Request((1,) * 7), Request((1,) * 90)]
+    done = generator.run(requests).completions
+    assert [completion.finish for completion in done] == ["capacity"] * 4
+    assert [len(completion.tokens) for completion in done] == [7, 0, 1, 0]
+    assert [completion.error is None for completion in done] == [True, False, True, False]
+    assert done[1].error is not None
+    assert done[1].error.startswith(
+        "a prompt of 8 tokens leaves no room for a new one in a context"
+    )
 
 
 @pytest.fixture(scope="module")

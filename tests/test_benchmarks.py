@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import runpy
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -19,9 +21,14 @@ sys.path.insert(0, str(BENCHMARKS))  # where they import one another from
 import common  # noqa: E402
 import gpu  # noqa: E402
 import kernel_timing  # noqa: E402
+import node  # noqa: E402
 import registers  # noqa: E402
+import scaling  # noqa: E402
 from kernel_timing import Ceilings, Plan  # noqa: E402
 from ops import OPS  # noqa: E402
+
+from tests import make_checkpoint, on_eight_devices, tiny  # noqa: E402
+from tests.together import run_together  # noqa: E402
 
 MLA, EXPERTS = OPS["mla_attention"], OPS["expert_matmul"]
 
@@ -149,11 +156,11 @@ def test_an_error_in_one_case_is_a_finding(monkeypatch):
 
 def test_no_stage_begins_without_the_time_for_it(capsys):
     end = time.monotonic() + 10
-    found = gpu.attempt("times", end, functools.partial(pytest.fail, "it was begun"))
+    found = common.attempt(20.0, end, functools.partial(pytest.fail, "it was begun"))
     assert found.keys() == {"why_not"}
-    found = gpu.attempt("times", end + 60, lambda: {"is_correct": True})
+    found = common.attempt(20.0, end + 60, lambda: {"is_correct": True})
     assert found["is_correct"]
-    found = gpu.attempt("times", end + 60, functools.partial(math.sqrt, -1))
+    found = common.attempt(20.0, end + 60, functools.partial(math.sqrt, -1))
     assert (found["is_correct"], found["error"]) == (False, "ValueError: math domain error")
     assert "math domain error" in capsys.readouterr().err
 
@@ -202,6 +209,77 @@ def test_gpu_script_goes_through_all_stages(monkeypatch, capsys, tmp_path):
     assert json.loads((tmp_path / "gpu-dry-run.json").read_text()) == found
 
 
+@pytest.fixture(scope="module")
+def node_run(tmp_path_factory):
+    """benchmarks/node.py on eight virtual devices: how it ended, and where its result lies."""
+    place = tmp_path_factory.mktemp("node")
+    tensors = make_checkpoint.target_tensors(on_eight_devices.TARGET)
+    make_checkpoint.write(place / "target", on_eight_devices.TARGET, tensors)
+    config, _ = make_checkpoint.draft_layout("specforge")
+    tensors = tiny.draft_tensors(on_eight_devices.DRAFT)
+    make_checkpoint.write(place / "draft", config | on_eight_devices.DRAFT, tensors)
+    command = f"node.py --cpu-devices 8 --target {place}/target --draft {place}/draft --out {place}"
+    command += " --against 2x4 --trees 2x2x4 --batch-sizes 4 --context 64 --new-tokens 6 --rounds 1"
+    program, *flags = command.split()
+    env = {
+        "PYTHONPATH": str(BENCHMARKS.parent),
+        "JAX_COMPILATION_CACHE_DIR": os.environ["JAXSPEC_TESTS_COMPILED"],
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    }
+    command = [sys.executable, str(BENCHMARKS / program), *flags]
+    (ended,) = run_together([command], place, env, timeout_s=1200)
+    return ended, place / "node-dry-run.json"
+
+
+@pytest.mark.slow
+def test_node_script_goes_through_all_stages(node_run):
+    ended, path = node_run
+    assert ended.status == 0, (ended.out, ended.err)
+    found = json.loads(ended.out.splitlines()[-1])
+    assert json.loads(path.read_text()) == found
+    assert found["kind"].startswith("dry run")
+    assert (found["weights"]["mesh"], found["wrong"]) == ("1x8", [])
+    ways = {name: (way["mesh"], way["cache"]) for name, way in found["correctness"].items()}
+    assert ways == {
+        "plain": ("1x8", "replicated"),
+        "speculative": ("1x8", "replicated"),
+        "cache by slots": ("1x8", "slots"),
+        "mesh 2x4": ("2x4", "replicated"),
+    }
+    for way in found["correctness"].values():
+        assert way["is_correct"]
+        assert (way["num_tokens"], way["num_equal"]) == (24, 24)
+    assert 0 < found["correctness"]["mesh 2x4"]["features"]["max"] < 1e-4
+    kinds = {name.split()[0] for name in found["collectives"]}
+    assert kinds == {"all-reduce", "all-gather", "all-to-all"}
+    # The residual stream of 4 sequences with 4 nodes each, 64 wide in f32.
+    stream = found["collectives"][f"all-reduce {4 * 4 * 64 * 4} bytes"]
+    assert stream["in_program"]["replicated"] >= 4
+    assert stream["us"]["median"] > 0
+    sweep = found["sweep"]["batch 4"]
+    assert sweep["plain"]["times_plain"]["median"] == 1
+    assert sweep["2x2x4"]["step_ms"]["median"] > 0
+    assert 1 <= sweep["2x2x4"]["accept_length"] <= 3
+
+
+def test_a_mesh_that_is_wrong_is_seen():
+    """Of one position in four everything is another vector; half may not be."""
+    rng = np.random.default_rng(0)
+    want, lengths = rng.normal(size=(2, 4, 8)), np.asarray([4, 4])
+    close = want + 1e-6 * rng.normal(size=want.shape)
+    assert node.difference(close, want, lengths)["max"] < 1e-5
+    one = close.copy()
+    one[:, 0] = -want[:, 0]
+    found = node.difference(one, want, lengths)
+    assert found["max"] == pytest.approx(2)
+    assert found["median"] < node.MAX_DIFFERENCE["float32"]
+    far = close + 0.1 * rng.normal(size=want.shape)
+    assert node.difference(far, want, lengths)["median"] > node.MAX_DIFFERENCE["bfloat16"]
+    figures = {"correctness": {"plain": {"is_correct": True}, "mesh 2x4": {"is_correct": False}}}
+    figures["collectives"] = {"all-reduce 8 bytes": {"error": "x", "is_correct": False}}
+    assert list(node.faults(figures)) == ["correctness mesh 2x4", "collectives all-reduce 8 bytes"]
+
+
 @pytest.mark.slow
 def test_self_check(monkeypatch, capsys):
     status, found = run_program(monkeypatch, capsys, "kernels.py", "--self-check")
@@ -211,3 +289,52 @@ def test_self_check(monkeypatch, capsys):
 
 def test_a_figure_has_four_digits():
     assert common.rounded({"a": [1.23456, 12345]}) == {"a": [1.235, 12345]}
+
+
+FEW = {"context": (4096, 8192, 32768), "batch": (1, 2, 16), "nodes": ("1x1x2", "3x1x4", "3x4x16")}
+
+
+def test_prediction_is_linear_where_it_should_be(monkeypatch):
+    found = scaling.predicted(FEW)
+    assert scaling.holds(found)
+    parts = found["context"]["parts"]
+    assert parts["attention cache"]["bytes"] == [61 * n * 576 * 2 for n in FEW["context"]]
+    # Experts fill up, and the FLOP of many nodes come to bind.
+    assert not found["batch"]["parts"]["routed experts"]["bytes_on_a_line"]["is_linear"]
+    of_nodes = found["nodes"]["parts"]["attention cache"]
+    assert (of_nodes["bound"][0], of_nodes["bound"][-1]) == ("bytes", "arithmetic")
+
+    def wrong(target, draft, shape):
+        works = work_of_step(target, draft, shape)
+        head = dataclasses.replace(works["head"], num_bytes=works["head"].num_bytes ** 1.01)
+        return works | {"head": head}
+
+    work_of_step = scaling.work_of_step
+    monkeypatch.setattr(scaling, "work_of_step", wrong)
+    assert not scaling.holds(scaling.predicted(FEW))
+
+
+def test_a_line_and_what_is_none():
+    sizes = [1, 2, 4, 8, 16]
+    line = scaling.Fit.of(sizes, [3 + 2 * x for x in sizes])
+    assert (line.intercept, line.slope) == pytest.approx((3, 2))
+    assert line.to_dict(scaling.EXACT)["is_linear"]
+    square = scaling.Fit.of(sizes, [3 + x * x for x in sizes])
+    assert not square.to_dict(scaling.NEARLY)["is_linear"]
+
+
+@pytest.mark.slow
+def test_steps_are_timed_along_each_axis(target, draft, monkeypatch, tmp_path):
+    sizes = {"context": (16, 32), "batch": (1, 2), "nodes": ("1x1x2", "2x1x3")}
+    found = scaling.measured(target, draft, sizes, scaling.Point(32, 1, "2x1x3"), 2, 3)
+    for axis, x in (("context", [16, 32]), ("batch", [1, 2]), ("nodes", [2, 3])):
+        assert found[axis]["sizes"] == x
+        assert all(one["median"] > 0 for one in found[axis]["step_ms"])
+        assert found[axis]["residual"] == pytest.approx(0, abs=1e-6), "two points are on a line"
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    scaling.draw_measured(found | {"target": "tiny"})
+    scaling.draw_predicted(scaling.predicted(FEW))
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "scaling_measured.png",
+        "scaling_predicted.png",
+    }

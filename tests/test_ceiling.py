@@ -1,7 +1,9 @@
 """The ceiling against a loop without cache or batch, and against what no draft can do."""
 
+import dataclasses
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -9,7 +11,8 @@ from jaxspec import ceiling as ceilings
 from jaxspec.ceiling import Ceiling, accept_ceiling
 from jaxspec.config import TreeConfig
 from jaxspec.errors import InputError
-from jaxspec.generator import GenerateConfig, Generator, Request
+from jaxspec.generator import GenerateConfig, Generator
+from jaxspec.requests import Request
 from tests import tiny
 from tests.reference import formulas
 from tests.reference.draft import ReferenceDraft
@@ -17,7 +20,7 @@ from tests.reference.target import ReferenceTarget
 
 SAMPLED, CUT, GREEDY = (
     {"temperature": 0.5},
-    {"temperature": 0.9, "top_k": 6, "top_p": 0.7},
+    {"temperature": 0.9, "top_k": 6, "top_p": 0.8, "min_p": 0.2},
     {"temperature": 0.0},
 )
 
@@ -43,6 +46,7 @@ def log_probs(logits: np.ndarray, request: Request) -> np.ndarray:
     order = np.argsort(-scores, kind="stable")[: request.top_k or None]
     mass = np.cumsum(formulas.softmax(scores[order]))
     order = order[: np.searchsorted(mass, request.top_p) + 1]
+    order = order[np.exp(scores[order] - scores[order[0]]) >= request.min_p]
     kept = np.full_like(scores, -np.inf)
     kept[order] = scores[order]
     return formulas.log_softmax(kept)
@@ -111,8 +115,9 @@ def test_accepts_what_the_slow_loop_accepts(target, reference_target):
     assert ceiling.top1_agreement is None
 
 
-def test_trees_and_first_guesses(target, draft, reference_target, reference_draft: ReferenceDraft):
-    """Beams and the re-rank; probabilities of the likeliest token and of the draft's guess."""
+def check_trees_and_first_guesses(
+    target, draft, reference_target, reference_draft: ReferenceDraft
+) -> None:
     shape = TreeConfig.parse("3x3x8")
     texts = [
         sampled_text(reference_target, 9, 24, 6, **SAMPLED),
@@ -136,6 +141,28 @@ def test_trees_and_first_guesses(target, draft, reference_target, reference_draf
         assert found.agrees.tolist() == agrees
     assert 0 < ceiling.draft_first_token <= ceiling.first_token < 1
     assert 0 < ceiling.top1_agreement < 1
+
+
+def test_trees_and_first_guesses(target, draft, reference_target, reference_draft):
+    """Beams and the re-rank; probabilities of the likeliest token and of the draft's guess."""
+    check_trees_and_first_guesses(target, draft, reference_target, reference_draft)
+
+
+@pytest.mark.slow
+def test_a_draft_whose_temperature_is_ignored(
+    monkeypatch, target, draft, reference_target, reference_draft
+):
+    """Our drafts propose their likeliest tokens, which temperature does not reorder: here alone a
+    draft's probabilities are the request's, and at temperature 1 they would be others."""
+    honest = ceilings._log_probs
+
+    def at_one(logits_BTV, sampling):
+        one_B = jnp.minimum(jnp.ceil(sampling.temperature), 1.0)
+        return honest(logits_BTV, dataclasses.replace(sampling, temperature=one_B))
+
+    monkeypatch.setattr(ceilings, "_log_probs", at_one)
+    with pytest.raises(AssertionError):
+        check_trees_and_first_guesses(target, draft, reference_target, reference_draft)
 
 
 def test_no_draft_beats_it(target, draft):

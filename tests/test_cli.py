@@ -198,6 +198,55 @@ def test_tokens_in_and_tokens_out(run, place):
     assert out == "".join(f"--- {i}\n{prompt['tokens']}\n" for i, prompt in enumerate(prompts))
 
 
+def test_a_prompt_that_is_too_long_fails_alone(run, place):
+    """The others are served; it is named, and the status is 2. So again with the file."""
+    (place / "long.json").write_text(json.dumps([[5, 6, 7], [9] * 64, [8]]))
+    args = ("generate", "--tokens", "long.json", *PAIR, *SHORT, "--out", "long.jsonl", "--ceiling")
+    for _ in range(2):
+        status, out, err = run(*args, "--json")
+        assert status == 2
+        assert "long.json, entry 1: a prompt of 64 tokens leaves no room for a new one" in err
+        report = json.loads(out)
+        prompts = report["prompts"]
+        assert [len(prompt["tokens"]) for prompt in prompts] == [12, 0, 12]
+        assert [prompt["finish"] for prompt in prompts] == ["length", "capacity", "length"]
+        assert [prompt["error"] is None for prompt in prompts] == [True, False, True]
+        assert report["accept_length"] == 2 * 11 / sum(prompt["num_steps"] for prompt in prompts)
+        assert report["accept_ceiling"] >= report["accept_length"]
+
+
+def test_settings_of_a_prompt_and_of_the_run(run, place):
+    """As two runs with these flags; a run file does not go on with other settings."""
+    lines = [
+        {"prompt": "the abc"},
+        {"prompt": "the abc", "sampling": {"temperature": 0, "seed": 5}},
+    ]
+    (place / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    flags = (*PAIR, *SHORT, "--temperature", "1.3", "--min-p", "0.02", "--json")
+    args = ("generate", "--prompt-file", "own.jsonl", *flags, "--out", "own-run.jsonl")
+    status, out, err = run(*args)
+    assert status == 0, err
+    sampled, greedy = (prompt["tokens"] for prompt in json.loads(out)["prompts"])
+    for one, more in ((sampled, ()), (greedy, ("--temperature", "0"))):
+        assert (
+            one == json.loads(run("generate", "the abc", *flags, *more)[1])["prompts"][0]["tokens"]
+        )
+    assert sampled != greedy
+    lines[1]["sampling"]["seed"] = 6
+    (place / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    status, _, err = run(*args)
+    assert status == 2
+    assert "request '1' in it has another sampling than the one given now" in err
+
+
+def test_a_stop_id_ends_it(run):
+    plain = ("generate", PROMPT, *PAIR, *SHORT, "--json")
+    tokens = json.loads(run(*plain)[1])["prompts"][0]["tokens"]
+    (prompt,) = json.loads(run(*plain, "--stop-id", str(tokens[4]))[1])["prompts"]
+    assert prompt["tokens"] == tokens[: tokens.index(tokens[4]) + 1]
+    assert prompt["finish"] == "stop"
+
+
 def test_wrong_features_are_refused_while_tracing(run):
     status, out, err = run("generate", PROMPT, *PAIR, *SHORT, "--capture", "2,3,4")
     assert (status, out) == (2, "")
@@ -224,9 +273,13 @@ def test_tokenize_gives_what_generate_reads(run, place):
     status, out, _ = run("tokenize", "the", "--target", "target", "--chat", "--json")
     (prompt,) = json.loads(out)["prompts"]
     assert prompt["ids"] == tokenizer.encode_chat([{"role": "user", "content": "the"}])
-    assert "".join(prompt["pieces"]) == (
+    rendered = (
         "<|im_user|>user<|im_middle|>the<|im_end|><|im_assistant|>assistant<|im_middle|><think>"
     )
+    assert "".join(prompt["pieces"]) == rendered
+    args = ("tokenize", "the", "--target", "target", "--chat", "--no-thinking", "--json")
+    (prompt,) = json.loads(run(*args)[1])["prompts"]
+    assert "".join(prompt["pieces"]) == rendered + "</think>"
 
 
 def test_record_and_inspect_of_its_features(run, place):
@@ -284,7 +337,13 @@ TARGET = ("--target", "target", "--draft", "none")
     [
         ((), "no prompt: give one of PROMPT, --prompt-file and --tokens"),
         (("a", "--tokens", "t"), "several sources of prompts"),
-        (("--tokens", "t", "--chat"), "--chat renders text"),
+        (("--tokens", "t", "--chat"), "--chat is of text, and --tokens are ids already"),
+        (("--tokens", "t", "--no-thinking"), "--thinking is of text"),
+        (("a", "--no-thinking"), "PROMPT: thinking on or off is read by a chat template"),
+        (("caf\udce9", *TARGET), "PROMPT: text that is not Unicode"),
+        (("--prompt-file", "image.jsonl", *TARGET), "content of type 'image_url': jaxspec reads"),
+        (("--prompt-file", "robot.jsonl", *TARGET), "line 1, 'messages': role 'robot': there are"),
+        (("--prompt-file", "hot.jsonl", *TARGET), "hot.jsonl, line 1: temperature is -1"),
         (("",), "PROMPT: empty prompt"),
         (("a", "--target", "target"), "--target without a draft"),
         (("a", "--target", "nowhere", "--draft", "none"), "nowhere: no such directory"),
@@ -319,6 +378,13 @@ TARGET = ("--target", "target", "--draft", "none")
 )
 def test_bad_input_is_one_message_and_status_2(run, place, args, message):
     (place / "ids.json").write_text("[[1], [600]]")
+    for name, role, content in (
+        ("image", "user", [{"type": "image_url"}]),
+        ("robot", "robot", "a"),
+    ):
+        line = json.dumps({"messages": [{"role": role, "content": content}]})
+        (place / f"{name}.jsonl").write_text(line)
+    (place / "hot.jsonl").write_text('{"prompt": "a", "sampling": {"temperature": -1}}')
     status, out, err = run("generate", *args)
     assert (status, out) == (2, "")
     assert err.startswith("jaxspec: ")
@@ -358,7 +424,7 @@ def test_sglang_spelling_of_the_tree(run):
 
 
 @pytest.mark.parametrize(
-    "command", ["generate", "tokenize", "record", "convert", "export", "inspect"]
+    "command", ["generate", "tokenize", "record", "convert", "export", "inspect", "plan"]
 )
 def test_help_states_every_default(run, command):
     status, out, _ = run(command, "--help")

@@ -20,7 +20,7 @@ import pytest
 from jaxspec.convert import plan
 from jaxspec.convert.manifest import part_of
 from jaxspec.convert.problems import CheckpointError
-from jaxspec.convert.store import read_piece
+from jaxspec.convert.stored import open_piece
 from jaxspec.convert.write import ConvertConfig, convert
 from tests import make_checkpoint
 
@@ -71,8 +71,8 @@ def arrays_of(directory: Path) -> dict[tuple[str, str], np.ndarray]:
     arrays = {}
     for piece in pieces:
         args = (piece["name"], piece["layer"], part_of(piece))
-        leaves = read_piece(directory / "params", *args).leaves
-        arrays |= {(piece["name"], path): array for path, array in leaves.items()}
+        leaves = open_piece(directory / "params", *args).leaves
+        arrays |= {(piece["name"], path): leaf[...] for path, leaf in leaves.items()}
     return arrays
 
 
@@ -312,7 +312,7 @@ def test_no_room_from_the_start(source, tmp_path, monkeypatch):
 
 
 def test_no_room_on_the_way(source, whole, tmp_path, monkeypatch):
-    save, saved = ocp.PyTreeCheckpointer.save, []
+    save, saved = ocp.Checkpointer.save, []
 
     def until_it_is_full(self, path, *args, **kwargs):
         if len(saved) == 5:
@@ -321,8 +321,10 @@ def test_no_room_on_the_way(source, whole, tmp_path, monkeypatch):
         return save(self, path, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ocp.PyTreeCheckpointer, "save", until_it_is_full)
-        with pytest.raises(CheckpointError, match=r"stopped: No space left on device \(.*goes on"):
+        patch.setattr(ocp.Checkpointer, "save", until_it_is_full)
+        said = r"stopped: No space left on device \(.*out.partial/params/.*\); 0.00. GB are to be "
+        said += r"written and its disk has \d.* GB free; .* convert again, and it goes on"
+        with pytest.raises(CheckpointError, match=said):
             convert(source, tmp_path / "out")
     monkeypatch.setattr(plan, "PIECE_BYTES", SMALL_PIECES)
     assert convert(source, tmp_path / "out").num_pieces_kept == 5
@@ -352,6 +354,7 @@ def test_a_disk_that_fills_up(source, tmp_path):
     assert (first, second, names) == ("first run: 2", "second run: 0", ["out"]), done.stderr
     message = f"jaxspec: {tmp_path}/disk/out.partial: the conversion stopped: No space left on dev"
     assert done.stderr.splitlines()[0].startswith(message)
+    assert " GB are to be written and its disk has 0.00" in done.stderr.splitlines()[0]
     assert "Traceback" not in done.stderr
     assert json.loads(json_line)["pieces_kept"] > 0
 

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxspec.config import TreeConfig
 from jaxspec.draft import Draft
 from jaxspec.sampling import Sampling
-from jaxspec.step import Admission, Settings, decode, prefill
+from jaxspec.step import NUM_STOP_IDS, Admission, Settings, decode, prefill
 from tests.full_size import abstract_draft, abstract_inputs, abstract_target
 
 BATCH, SLOTS, WIDTH, VOCAB = 4, 32768, 7168, 163840
@@ -53,14 +53,16 @@ def test_prefill_and_decode_trace(draft_vocab_size):
     target, draft = abstract_target(), abstract_draft(draft_vocab_size)
     graph, params, state = abstract_inputs(target, draft, BATCH, SLOTS)
     capture = target.boundaries((2, 30, 58), "this test")
-    settings = Settings(TreeConfig(5, 8, 32), capture, (163585, 163586), 128)
-    batch = {
-        dtype: jax.ShapeDtypeStruct((BATCH,), dtype)
-        for dtype in (jnp.bool_, jnp.int32, jnp.uint32, jnp.float32)
-    }
-    sampling = Sampling(batch[jnp.uint32], batch[jnp.float32], batch[jnp.int32], batch[jnp.float32])
-    prompt = jax.ShapeDtypeStruct((BATCH, SLOTS), jnp.int32)
-    new = Admission(batch[jnp.bool_], prompt, batch[jnp.int32], batch[jnp.int32], sampling)
+    settings = Settings(TreeConfig(5, 8, 32), capture, 128)
+    ints = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
+    new = Admission(
+        jax.ShapeDtypeStruct((BATCH,), jnp.bool_),
+        jax.ShapeDtypeStruct((BATCH, SLOTS), jnp.int32),
+        ints,
+        ints,
+        jax.ShapeDtypeStruct((BATCH, NUM_STOP_IDS), jnp.int32),
+        jax.eval_shape(lambda: Sampling.of(BATCH)),
+    )
 
     def admit(params, state, new):
         return prefill(*nnx.merge(graph, params), state, new, settings)
@@ -81,7 +83,7 @@ def test_the_state_fits_every_tree(tree):
     shape = TreeConfig.parse(tree)
     target, draft = abstract_target(3), abstract_draft(32000, (0, 1, 2))
     graph, params, state = abstract_inputs(target, draft, 1, 256)
-    settings = Settings(shape, target.boundaries((0, 1, 2), "this test"), (), 128)
+    settings = Settings(shape, target.boundaries((0, 1, 2), "this test"), 128)
 
     def run(params, state, max_steps):
         return decode(*nnx.merge(graph, params), state, max_steps, settings)

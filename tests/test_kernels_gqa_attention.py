@@ -55,8 +55,9 @@ def exact(args: dict[str, np.ndarray], sees: np.ndarray) -> np.ndarray:
     """Outputs in f64, one query and head at a time, over the keys it sees."""
     args = {name: np.asarray(value, np.float64) for name, value in args.items()}
     out = np.zeros(args["q"].shape)
+    group = args["q"].shape[2] // KV_HEADS
     for b, t, n in np.ndindex(*out.shape[:3]):
-        head, filled = n // (HEADS // KV_HEADS), slice(int(args["kv_len"][b]))
+        head, filled = n // group, slice(int(args["kv_len"][b]))
         key, value = (
             np.concatenate(
                 [args[name][LAYER, head, b, filled], args[f"new_{name}"][head, b, sees[b, t]]]
@@ -74,6 +75,21 @@ def test_causal(tokens):
     args = inputs(tokens, tokens)
     sees = np.stack([trees.ancestors(trees.chain(tokens))] * len(KV_LEN))
     np.testing.assert_allclose(compiled()(args, None), exact(args, sees), rtol=2e-5, atol=2e-6)
+
+
+def test_one_query_for_a_key_head():
+    """As a chain's levels have it; it gets company for the products, and none in the output."""
+    args = inputs(1, 1)
+    args["q"] = args["q"][:, :, :KV_HEADS]
+    sees = np.ones((len(KV_LEN), 1, 1), bool)
+    np.testing.assert_allclose(compiled()(args, None), exact(args, sees), rtol=2e-5, atol=2e-6)
+
+
+def test_turns_are_few():
+    """Blocks grow with the cache, so that the loop turns 16 times at most."""
+    assert [kernel.num_turns(length, 130) for length in KV_LEN] == [0, 1, 1, 1, 2, 3]
+    assert [kernel.num_turns(length, 32768) for length in (1, 2048, 2049, 32768)] == [1, 1, 2, 16]
+    assert kernel.num_turns(33000, 33000) == 16
 
 
 def test_more_rows_than_queries():

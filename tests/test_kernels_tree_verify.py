@@ -72,22 +72,19 @@ def tree_of(parents, tokens):
     return (*ints, jnp.asarray(ancestors))
 
 
-def sampling_of(batch: int, temperature=0.0, top_k=0, top_p=1.0, seed=0) -> Sampling:
-    def fill(value, dtype):
-        return jnp.broadcast_to(jnp.asarray(value, dtype), (batch,))
-
-    return Sampling(
-        jnp.arange(batch, dtype=jnp.uint32) + jnp.uint32(seed),
-        fill(temperature, jnp.float32),
-        fill(top_k, jnp.int32),
-        fill(top_p, jnp.float32),
-    )
+def sampling_of(batch: int, temperature=0.0, seed=0, **cuts) -> Sampling:
+    seeds = np.arange(batch, dtype=np.uint32) + np.uint32(seed)
+    return Sampling.of(batch, seed=seeds, temperature=temperature, **cuts)
 
 
 MIXED = sampling_of(
-    6, temperature=[0, 1, 0.7, 1.3, 1, 0], top_k=[3, 0, 5, 0, 40, 0], top_p=[1, 1, 1, 0.6, 0.8, 1]
+    6,
+    temperature=[0, 1, 0.7, 1.3, 1, 2],
+    top_k=[3, 0, 5, 0, 40, 0],
+    top_p=[1, 1, 1, 0.6, 0.8, 1],
+    min_p=[0.5, 0, 0, 0, 0.05, 0.2],
 )
-"""Greedy, plainly sampled, top-k, top-p, both, greedy."""
+"""Greedy, plainly sampled, top-k, top-p, all three, min-p."""
 
 
 def random_logits(*shape: int, seed: int = 0) -> jax.Array:

@@ -17,8 +17,9 @@ import pytest
 from jaxspec.checkpoint import load_draft, load_target
 from jaxspec.config import TreeConfig
 from jaxspec.draft import Draft
-from jaxspec.generator import GenerateConfig, Generator, Request
+from jaxspec.generator import GenerateConfig, Generator
 from jaxspec.recording import RecordConfig, record
+from jaxspec.requests import Request, sampling_of
 from jaxspec.sampling import gumbel_noise, keep_top
 from jaxspec.target import Target
 from tests import tiny
@@ -33,6 +34,12 @@ SAMPLINGS = {
     "temperature 0.8": {"temperature": 0.8},
     "temperature 1, top-p 0.95": {"temperature": 1.0, "top_p": 0.95},
 }
+
+CUTS = ({}, {"top_k": 40}, {"top_p": 0.95}, {"min_p": 0.05})
+MIXED = [{"temperature": t, **cut} for t in (0.5, 0.8, 1.2) for cut in CUTS] + [{}]
+"""Every prompt with each of them, side by side in one batch, greedy ones among them."""
+MIXED_TOKENS = 16
+"""New tokens of each of these."""
 
 SLICE = 8
 """Prompts that the tests not marked slow take: one batch of each sampling."""
@@ -60,7 +67,13 @@ def generator(tree: str | None, batch_size: int) -> Generator:
 
 
 def requests(num_prompts: int, sampling: str) -> list[Request]:
-    """The first held-out prompts, each with a seed of its own."""
+    """The first held-out prompts, each with a seed of its own; "mixed" is all of `MIXED`."""
+    if sampling == "mixed":
+        every = [(ids, how) for ids in prompt_ids()[:num_prompts] for how in MIXED]
+        return [
+            Request(tuple(ids), **how, seed=seed, max_new_tokens=MIXED_TOKENS)
+            for seed, (ids, how) in enumerate(every)
+        ]
     return [
         Request(tuple(ids), **SAMPLINGS[sampling], seed=seed)
         for seed, ids in enumerate(prompt_ids()[:num_prompts])
@@ -74,15 +87,10 @@ def plain(num_prompts: int, sampling: str, batch_size: int) -> tuple[tuple[int, 
     return tuple(completion.tokens for completion in run.completions)
 
 
-@functools.cache
-def near_ties(num_prompts: int, sampling: str, batch_size: int) -> list[int]:
-    """Of each of them, the first one that a difference in rounding may change."""
-    tokens = plain(num_prompts, sampling, batch_size)
-    return first_near_ties(requests(num_prompts, sampling), tokens)
-
-
 def first_near_ties(wanted: Sequence[Request], tokens: Sequence[Sequence[int]]) -> list[int]:
     """The index of each sequence's first token that was nearly another; its length if none was."""
+    if not wanted:
+        return []
     texts = [[*r.prompt_ids, *emitted[:-1]] for r, emitted in zip(wanted, tokens, strict=True)]
     arrays = record(models()[0], None, texts, RecordConfig(boundaries=())).arrays
     routers_LRT = np.stack([a for name, a in arrays.items() if name.startswith("router_margin.")])
@@ -102,8 +110,8 @@ def margins(logits_TV: np.ndarray, request: Request) -> np.ndarray:
     score_TV = jnp.asarray(logits_TV)
     if request.temperature:
         score_TV = score_TV / request.temperature
-        cut = jnp.full(1, request.top_k), jnp.full(1, request.top_p)
-        score_TV = jnp.where(keep_top(score_TV[None], *cut)[0], score_TV, -jnp.inf)
+        kept_1TV = keep_top(score_TV[None], jax.tree.map(jnp.asarray, sampling_of({0: request}, 1)))
+        score_TV = jnp.where(kept_1TV[0], score_TV, -jnp.inf)
         seed, pos = jnp.full(1, request.seed), jnp.arange(len(logits_TV)) + len(request.prompt_ids)
         score_TV += gumbel_noise(seed, pos[None], logits_TV.shape[-1])[0]
     best_T2 = jax.lax.top_k(score_TV, 2)[0]
@@ -112,29 +120,39 @@ def margins(logits_TV: np.ndarray, request: Request) -> np.ndarray:
 
 def check(num_prompts: int, sampling: str, tree: str | None, batch_size: int, capsys) -> None:
     """The tokens are those of plain decoding, up to near-ties, which are printed and few."""
-    case = num_prompts, sampling, batch_size
-    run = generator(tree, batch_size).run(requests(num_prompts, sampling))
+    asked, wanted = requests(num_prompts, sampling), plain(num_prompts, sampling, batch_size)
+    ours = [done.tokens for done in generator(tree, batch_size).run(asked).completions]
+    lengths = [request.max_new_tokens or NEW_TOKENS for request in asked]
+    assert list(map(len, ours)) == list(map(len, wanted)) == lengths
+    parted = [index for index in range(len(asked)) if ours[index] != wanted[index]]
+    near_ties = first_near_ties([asked[i] for i in parted], [wanted[i] for i in parted])
     notes = []
-    for index, wanted in enumerate(plain(*case)):
-        ours = run.completions[index].tokens
-        assert len(ours) == len(wanted) == NEW_TOKENS
-        if ours == wanted:
-            continue
-        parted = next(i for i in range(NEW_TOKENS) if ours[i] != wanted[i])
-        near_tie = near_ties(*case)[index]
-        note = f"prompt {index} parts at token {parted}, the first near-tie is at {near_tie}"
-        assert parted >= near_tie, note
-        notes.append(note)
+    for index, near_tie in zip(parted, near_ties, strict=True):
+        pairs = enumerate(zip(ours[index], wanted[index], strict=True))
+        at = next(i for i, (mine, theirs) in pairs if mine != theirs)
+        notes.append(f"request {index} parts at token {at}, the first near-tie is at {near_tie}")
+        assert at >= near_tie, notes[-1]
     if notes:
         with capsys.disabled():
             print(f"\n{sampling}, tree {tree}, batch {batch_size}: {'; '.join(notes)}")
-    assert len(notes) <= MAX_PARTED, notes
+    assert len(notes) <= max(MAX_PARTED, MAX_PARTED * len(asked) // 64), notes
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("tree", ["3x1x4", "3x4x16"])
 def test_slice(tree, sampling, capsys):
     check(SLICE, sampling, tree, 8, capsys)
+
+
+def test_mixed_slice(capsys):
+    """Temperatures and cuts of all kinds side by side in one batch."""
+    check(2, "mixed", "3x4x16", 8, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tree", ["1x1x2", "3x4x16", "5x8x32"])
+def test_mixed_matrix(tree, capsys):
+    check(len(prompt_ids()), "mixed", tree, 8, capsys)
 
 
 @pytest.mark.slow

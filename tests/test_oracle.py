@@ -35,8 +35,8 @@ def prompt(length: int) -> tuple[int, ...]:
 REQUESTS = [
     Request(prompt(1)),
     Request(prompt(8), temperature=0.8, seed=1),
-    Request(prompt(6), temperature=1.0, top_p=0.95, seed=2),
-    Request(prompt(19), temperature=1.2, top_k=7, seed=3),
+    Request(prompt(6), temperature=0.6, top_p=0.9, seed=2),
+    Request(prompt(19), temperature=1.2, top_k=9, min_p=0.05, seed=3),
 ]
 
 

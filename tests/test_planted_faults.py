@@ -23,6 +23,11 @@ from tests import tiny
 from tests.reference.eagle import Oracle
 from tests.speculation import Stepper, differences
 from tests.test_oracle import CHUNK, NUM_TOKENS, REQUESTS, SLOTS, VOCAB
+from tests.test_sampling import (
+    noise_keyed_by_node,
+    noise_reused_across_positions,
+    top_p_before_temperature,
+)
 
 TREE = TreeConfig.parse("3x4x16")
 
@@ -105,6 +110,9 @@ def one_slot_too_many(monkeypatch) -> None:
 @pytest.mark.parametrize(
     "plant",
     [
+        noise_reused_across_positions,
+        noise_keyed_by_node,
+        top_p_before_temperature,
         own_hidden_in_accepted_rows,
         short_rotary_table,
         compaction_in_place,

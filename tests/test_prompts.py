@@ -3,6 +3,7 @@ import re
 
 import pytest
 
+from jaxspec import SHIPPED_TARGET
 from jaxspec.errors import InputError
 from jaxspec.prompts import (
     EncodedPrompt,
@@ -53,6 +54,12 @@ def test_plain_text_without_a_last_newline_or_with_windows_ones(tmp_path):
          {"id": "7", "messages": ({"role": "system", "content": "s"},
                                   {"role": "user", "content": "h"})}),
         ({"prompt": "a", "messages": []}, {"text": "a"}),
+        ({"messages": [{"role": "user", "content": "hi"}], "thinking": False,
+          "tools": [{"type": "function"}]},
+         {"messages": ({"role": "user", "content": "hi"},), "thinking": False,
+          "tools": ({"type": "function"},)}),
+        ({"prompt": "a", "sampling": {"temperature": 1, "stop": "x", "stop_ids": [3, 4]}},
+         {"text": "a", "settings": {"temperature": 1, "stop": ("x",), "stop_ids": (3, 4)}}),
     ],
 )  # fmt: skip
 def test_json_forms(tmp_path, entry, expected):
@@ -91,6 +98,38 @@ def test_json_lines_skip_blank_lines_and_are_known_by_name(tmp_path):
         (['{"messages": [{"role": "user", "content": ""}]}'], "empty prompt"),
         (['{"messages": [{"role": "assistant", "content": "a"}]}'], "the assistant's turns alone"),
         (['{"conversations": [{"from": "robot", "value": "a"}]}'], "found 'robot'"),
+        (
+            ['{"messages": [{"role": "robot", "content": "a"}]}'],
+            "'messages': role 'robot': there are system, user, assistant, tool",
+        ),
+        (
+            ['{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}'],
+            "'messages': content of type 'image_url': jaxspec reads text only",
+        ),
+        (
+            ['{"messages": [{"role": "user", "content": [{"type": "text"}]}]}'],
+            'content: expected text, or parts with a "type" and a "text"',
+        ),
+        (['{"messages": [{"role": "user", "content": 3}]}'], "content: expected text"),
+        (
+            ['{"messages": [{"role": "user", "content": "a"}], "tools": "b"}'],
+            "line 1, 'tools': expected a list",
+        ),
+        (
+            ['{"messages": [{"role": "user", "content": "a"}], "thinking": "no"}'],
+            "line 1, 'thinking': expected true or false, found \"no\"",
+        ),
+        (
+            ['{"prompt": "a", "sampling": {"top_kk": 1}}'],
+            "line 1, 'sampling': no setting 'top_kk'; there are temperature, top_k",
+        ),
+        (
+            ['{"prompt": "a", "sampling": {"top_k": 1.5}}'],
+            "line 1, 'sampling', 'top_k': expected an integer, found 1.5",
+        ),
+        (['{"prompt": "a", "sampling": {"temperature": true}}'], "expected a number, found true"),
+        (['{"prompt": "a", "sampling": {"stop": [3]}}'], "expected text, or a list of texts"),
+        (['{"prompt": "a", "sampling": [1]}'], "'sampling': expected an object, found [1]"),
         (['{"prompt": "a", "id": 1}', '{"prompt": "b"}'], "line 2: id '1' is also that of"),
     ],
 )
@@ -115,8 +154,8 @@ def test_token_lists(tmp_path):
     prompts = read_tokens(path)
     assert [(p.id, p.ids) for p in prompts] == [("0", (1, 2)), ("1", (3,))]
     assert encode_prompts(prompts, None) == [
-        EncodedPrompt("0", (1, 2), None, f"{path}, entry 0"),
-        EncodedPrompt("1", (3,), None, f"{path}, entry 1"),
+        EncodedPrompt("0", (1, 2), where=f"{path}, entry 0"),
+        EncodedPrompt("1", (3,), where=f"{path}, entry 1"),
     ]
 
 
@@ -127,8 +166,10 @@ def test_prompts_that_the_target_cannot_take():
         check_prompts(prompts, vocab_size=9, context_length=9)
     with pytest.raises(InputError, match=r"the prompt: token id 2, .* ids 0 to 1"):
         check_prompts(prompts, vocab_size=2, context_length=9)
+    long = [prompts[0], EncodedPrompt("1", (1, 2, 3))]
     with pytest.raises(InputError, match=r"the prompt: 2 tokens .* context of 2; raise --context"):
-        check_prompts(prompts, vocab_size=9, context_length=2)
+        check_prompts(long, vocab_size=9, context_length=2)
+    check_prompts(long, vocab_size=9, context_length=3)  # the second one fails alone
 
 
 @pytest.mark.parametrize(
@@ -162,8 +203,36 @@ def test_encoding_of_each_kind(tmp_path):
     assert encode_prompts([text], tokenizer, use_chat=True)[0].ids == rendered
 
 
+def test_thinking_is_the_prompts_own_or_the_runs(tmp_path):
+    write_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    messages = ({"role": "user", "content": "the"},)
+    prompts = [Prompt(str(on), messages=messages, thinking=on) for on in (None, True, False)]
+
+    def encoded(thinking: bool | None) -> list[str]:
+        """What each of them ends in."""
+        found = encode_prompts(prompts, tokenizer, thinking=thinking)
+        return ["off" if tokenizer.piece(p.ids[-1]) == "</think>" else "on" for p in found]
+
+    assert encoded(None) == ["on", "on", "off"]
+    assert encoded(False) == ["off", "on", "off"]
+    for wrong in (Prompt("0", text="a", thinking=True), Prompt("0", ids=(1,), tools=({},))):
+        with pytest.raises(InputError, match="read by a chat template: give messages, or --chat"):
+            encode_prompts([wrong], tokenizer)
+
+
 def test_text_that_cannot_be_encoded():
     with pytest.raises(InputError, match=r"the prompt: the target's directory has no tiktoken"):
         encode_prompts([Prompt("0", text="a")], None)
     with pytest.raises(InputError, match="the prompt: empty prompt"):
         encode_prompts([Prompt("0", text=" ")], None)
+    with pytest.raises(InputError, match="the prompt: neither text nor messages"):
+        encode_prompts([Prompt("0")], load_tokenizer(SHIPPED_TARGET))
+
+
+def test_what_is_no_unicode_is_refused():
+    """Python makes half a surrogate pair of a byte on the command line that is not UTF-8."""
+    for text in ("caf\udce9", json.loads('"\\ud83d"')):
+        with pytest.raises(InputError, match=r"the prompt: text that is not Unicode.*surrogates"):
+            encode_prompts([Prompt("0", text=text)], load_tokenizer(SHIPPED_TARGET))

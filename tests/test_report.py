@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec.config import TreeConfig
-from jaxspec.generator import Completion
 from jaxspec.report import GenerateReport, PromptReport
+from jaxspec.requests import Completion
 
 PROMPT_KEYS = {
     "prompt_len", "tokens", "text", "finish", "num_steps", "accept_length", "accept_rate",

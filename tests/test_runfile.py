@@ -4,8 +4,8 @@ import re
 import pytest
 
 from jaxspec.errors import InputError
-from jaxspec.generator import Completion
 from jaxspec.report import PromptReport
+from jaxspec.requests import Completion
 from jaxspec.runfile import RunFile, entry_of
 
 HEADER = {
@@ -14,9 +14,9 @@ HEADER = {
 }  # fmt: skip
 
 
-def report(id: str) -> PromptReport:
+def report(id: str, **settings) -> PromptReport:
     done = Completion((4, 5, 6), "eos", (1,), 10.0, 20.0)
-    return PromptReport(id, "语", (1, 2), done, "text", 3)
+    return PromptReport(id, "语", (1, 2), done, "text", 3, settings)
 
 
 def test_lines_are_the_contract(tmp_path):
@@ -51,6 +51,22 @@ def test_another_prompt_under_the_same_id(tmp_path):
     RunFile(tmp_path / "r", HEADER).append(entry_of(report("a")))
     with pytest.raises(InputError, match="request 'a' in it has another prompt"):
         RunFile(tmp_path / "r", HEADER).completion("a", (9,))
+
+
+def test_other_settings_under_the_same_id(tmp_path):
+    own = {"temperature": 0.5, "stop": ("a", "b")}
+    RunFile(tmp_path / "r", HEADER).append(entry_of(report("a", **own)))
+    again = RunFile(tmp_path / "r", HEADER)
+    assert again.completion("a", (1, 2), own) == report("a").completion
+    for other in ({}, {**own, "temperature": 0.7}):
+        with pytest.raises(InputError, match="request 'a' in it has another sampling"):
+            again.completion("a", (1, 2), other)
+
+
+def test_a_request_that_failed_is_in_it(tmp_path):
+    failed = Completion((), "capacity", (), 0.0, 0.0, "no room")
+    RunFile(tmp_path / "r", HEADER).append(entry_of(PromptReport("a", None, (1,), failed, "", 3)))
+    assert RunFile(tmp_path / "r", HEADER).completion("a", (1,)) == failed
 
 
 @pytest.mark.parametrize(

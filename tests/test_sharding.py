@@ -6,8 +6,6 @@ Whole runs are on eight CPU devices, in a process of their own: `on_eight_device
 import ast
 import functools
 import json
-import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,9 +17,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxspec import cli
+from jaxspec import cli, processes
 from jaxspec.cache import Latents, Stripe, commit
-from jaxspec.checkpoint import _Share
+from jaxspec.checkpoint import _Share, _Slab
 from jaxspec.collectives import held_experts
 from jaxspec.config import MeshConfig, Numerics
 from jaxspec.convert.plan import Part, Piece
@@ -40,6 +38,7 @@ from tests import on_eight_devices as program
 from tests.reference.target import ReferenceTarget
 from tests.speculation import NEAR_TIE
 from tests.speculation import Request as OracleRequest
+from tests.together import Ended, free_address, run_together
 
 ROOT = Path(__file__).parent.parent
 RUNS = (("1x8", "replicated"), ("2x4", "slots"))
@@ -68,7 +67,7 @@ def told(asked: tuple[Any, ...]) -> dict[str, Any]:
 
 def of(run: tuple[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """What one device gives, and what the mesh does."""
-    found = told(("loading", *RUNS) if run in RUNS else MORE)
+    found = told(("loading", *RUNS) if run in RUNS else ("ceiling", *MORE))
     return found["alone"], found[" ".join(run)]
 
 
@@ -91,7 +90,12 @@ def test_tokens_are_those_of_one_device(run):
 def margin_of(request: Any, tokens: list[int], config: dict[str, Any]) -> float:
     """By how much a target in numpy decides on the token that follows."""
     asked = OracleRequest(
-        request.prompt_ids, request.temperature, request.top_k, request.top_p, request.seed
+        request.prompt_ids,
+        request.temperature,
+        request.top_k,
+        request.top_p,
+        request.min_p,
+        request.seed,
     )
     target = ReferenceTarget(tiny.target_tensors(config), config)
     prompt = [*request.prompt_ids, *tokens]
@@ -153,6 +157,16 @@ def test_loading_fills_each_device_with_its_part():
         assert loading[form]["is_alike"]
         assert loading[form]["is_where_the_table_says"]
         assert loading[form]["bytes_per_device"] < 0.3 * loading["alone"]
+
+
+@pytest.mark.slow
+def test_a_ceiling_is_that_of_one_device():
+    ceiling = told(("ceiling", *MORE))["ceiling"]
+    for want, got in zip(ceiling["alone"], ceiling["mesh"], strict=True):
+        assert got["accepted"] == want["accepted"]
+        assert sum(want["accepted"]) > 0
+        np.testing.assert_allclose(got["best"], want["best"], rtol=1e-4)
+        np.testing.assert_allclose(got["draft"], want["draft"], rtol=1e-4, atol=1e-7)
 
 
 def test_full_size_is_cut_by_eight():
@@ -248,7 +262,8 @@ def test_pieces_that_lie_across_devices():
             part = whole[layer, first : first + 5]
             piece = Piece("experts", layer, Part(0, first, len(part)), {"stack": part})
             for share in shares:
-                share.take(piece, piece.leaves)
+                slab = _Slab.of(piece, part, share.box["stack"], want["stack"])
+                share.take({} if slab is None else {"stack": slab})
     got = np.concatenate([share.arrays["stack"] for share in shares], axis=1)
     np.testing.assert_array_equal(got, whole)
 
@@ -297,7 +312,6 @@ def test_a_mesh_that_does_not_fit_is_refused(target, draft):
         (("--mesh", "1x7"), "its 7 devices (MODEL) do not divide the target's"),
         (("--mesh", "2x1"), "mesh 2x1 takes 2 devices, and there are 1"),
         (("--cache", "slots"), "--cache slots is of a mesh: give one with --mesh"),
-        (("--mesh", "1x1", "--ceiling"), "--ceiling is measured on one device"),
     ],
 )
 def test_the_command_line_refuses(flags, said, monkeypatch, capsys):
@@ -324,71 +338,81 @@ def checkpoints(tmp_path_factory) -> Path:
     return place
 
 
-def command_line(place: Path, *flags: str, devices: int = 1) -> subprocess.Popen[str]:
-    """`jaxspec generate`, started, on so many CPU devices."""
+def generate_together(place: Path, *each: tuple[str, ...], devices: int = 4) -> list[Ended]:
+    """How `jaxspec generate` ended, started as often as flags are given, on so many CPU devices."""
     argv = ["generate", "--tokens", "ids.json", "--target", "target", "--draft", "draft", "--json"]
     argv += ["--batch-size", "2", "--max-new-tokens", "12", "--context-length", "64"]
+    argv += ["--compile-cache", "none"]
     options = f"--xla_force_host_platform_device_count={devices} "
     options += "--xla_backend_optimization_level=0"
-    return subprocess.Popen(
-        [sys.executable, "-m", "jaxspec", *argv, "--compile-cache", "none", *flags],
-        cwd=place,
-        env=os.environ | {"XLA_FLAGS": options, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    return run_together(
+        [[sys.executable, "-m", "jaxspec", *argv, *flags] for flags in each],
+        place,
+        {"XLA_FLAGS": options, "PYTHONPATH": str(ROOT)},
+        timeout_s=300,
     )
 
 
-def two_processes(
-    place: Path, flags: tuple[str, ...], other: tuple[str, ...]
-) -> list[tuple[int, str, str]]:
-    """Exit status, stdout and stderr of two processes of four devices, on the loopback address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-index")
-    started = [
-        command_line(place, *mine, *shared, str(index), devices=4)
-        for index, mine in enumerate((flags, other))
-    ]
-    try:
-        ended = [process.communicate(timeout=900) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [(p.returncode, *said) for p, said in zip(started, ended, strict=True)]
+def of_two(*flags: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The flags of two processes, which join on the loopback address."""
+    shared = ("--coordinator", free_address(), "--num-processes", "2", "--process-index")
+    return [(*mine, *shared, str(index)) for index, mine in enumerate(flags)]
+
+
+@pytest.fixture(scope="module")
+def tokens_alone(checkpoints) -> list[list[int]]:
+    """Of one process with one device."""
+    (alone,) = generate_together(checkpoints, (), devices=1)
+    assert not alone.status, alone.err
+    return [prompt["tokens"] for prompt in json.loads(alone.out.splitlines()[-1])["prompts"]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["1x8", "2x4"])
-def test_two_processes(checkpoints, mesh):
-    """The same tokens as one process with one device; the first process alone speaks."""
-    out, err = (alone := command_line(checkpoints)).communicate()
-    assert not alone.returncode, err
-    flags = ("--mesh", mesh, "--cache", "slots")
-    first, second = two_processes(checkpoints, flags, flags)
-    assert first[0] == second[0] == 0, (first[2], second[2])
+def test_two_processes(checkpoints, tokens_alone, mesh):
+    """The same tokens as one process with one device; the first process alone speaks and writes."""
+    flags = ("--mesh", mesh, "--cache", "slots", "--out", f"{mesh}.jsonl")
+    first, second = generate_together(checkpoints, *of_two(flags, flags))
+    assert first.status == second.status == 0, (first.err, second.err)
     # Gloo, by which CPUs of several processes talk, prints that it has connected.
-    assert "{" not in second[1]
-    want, got = (json.loads(text.splitlines()[-1])["prompts"] for text in (out, first[1]))
-    assert [p["tokens"] for p in got] == [p["tokens"] for p in want]
+    assert "{" not in second.out
+    got = json.loads(first.out.splitlines()[-1])["prompts"]
+    assert [prompt["tokens"] for prompt in got] == tokens_alone
+    _, *entries = (checkpoints / f"{mesh}.jsonl").read_text().splitlines()
+    assert sorted(json.loads(entry)["output_ids"] for entry in entries) == sorted(tokens_alone)
 
 
-@pytest.mark.slow
-def test_processes_that_disagree_are_refused(checkpoints):
-    flags = ("--mesh", "1x8")
-    ended = two_processes(checkpoints, flags, (*flags, "--seed", "3"))
-    for status, out, err in ended:
-        assert status == 2
-        assert "{" not in out
-        assert "processes 1 were given other arguments than process 0" in err
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (
+            ("--seed", "3", "--json"),
+            ("--top-k", "5", "--join-timeout", "90"),
+            "jaxspec: the processes of one run must be given the same, and were not:\n"
+            "  --top-k: 0 in process 0; 5 in process 1\n"
+            "  --seed: 3 in process 0; 0 in process 1\n",
+        ),
+        (
+            ("--target", "target"),
+            ("--target", "elsewhere/target"),
+            "  --target: target in process 0; elsewhere/target in process 1\n",
+        ),
+    ],
+)
+def test_processes_that_disagree_are_refused(checkpoints, first, second, said):
+    """Each of them says about what, and what each was given."""
+    mesh = ("--mesh", "1x8")
+    for ended in generate_together(checkpoints, *of_two((*mesh, *first), (*mesh, *second))):
+        assert (ended.status, "{" in ended.out) == (2, False)
+        assert said in ended.err
+        assert "Traceback" not in ended.err
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (("--num-processes", "2"), "are given together or not at all"),
+        (("--join-timeout", "2"), "--join-timeout without --coordinator"),
         (("--coordinator", "h:1", "--num-processes", "2", "--process-index", "0"), "--mesh"),
         (
             ("--coordinator", "h", "--num-processes", "2", "--process-index", "0", "--mesh", "1x2"),
@@ -411,3 +435,34 @@ def test_processes_that_disagree_are_refused(checkpoints):
 )
 def test_processes_are_named_in_full(flags, said, monkeypatch, capsys):
     test_the_command_line_refuses(flags, said, monkeypatch, capsys)
+
+
+def test_what_one_process_cannot_use_all_refuse(monkeypatch):
+    """As two processes that heard each other out: the one that failed, and the other."""
+    monkeypatch.setattr(processes, "_gather", lambda mine: ["", mine or "t: a file is missing"])
+    refused = pytest.raises(InputError, match=r"^process 1 of 2 stopped: t: a file is missing$")
+    with refused, processes.all_or_none():
+        pass
+    with pytest.raises(InputError, match=r"^--out x: no directory$"), processes.all_or_none():
+        raise InputError("--out x: no directory")
+    monkeypatch.setattr(processes, "_gather", lambda mine: ["", mine])
+    with processes.all_or_none():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        (0, "not all of the others came to --coordinator {}, where this one listens, within 2 s"),
+        (1, "no answer from --coordinator {}, where process 0 listens, within 2 s"),
+    ],
+)
+def test_a_coordinator_that_never_answers(checkpoints, index, said):
+    """One message with the address, long before jax would abort the process."""
+    flags = of_two(("--mesh", "1x8"), ("--mesh", "1x8"))[index]
+    (ended,) = generate_together(checkpoints, (*flags, "--join-timeout", "2"))
+    address = flags[flags.index("--coordinator") + 1]
+    assert (ended.status, ended.out) == (2, "")
+    assert ended.err.startswith(f"jaxspec: process {index} of 2: {said.format(address)}")
+    assert "Traceback" not in ended.err
+    assert "stack trace" not in ended.err

@@ -43,7 +43,7 @@ def compiled_decode(case: Case):
     target, draft = abstract_target(6, numerics), abstract_draft(32000, (1, 3, 5), numerics)
     graph, params, state = abstract_inputs(target, draft, case.batch, SLOTS)
     capture = target.boundaries((1, 3, 5), "this test")
-    settings = Settings(TreeConfig(3, 4, NODES), capture, (163585,), 128)
+    settings = Settings(TreeConfig(3, 4, NODES), capture, 128)
 
     def program(params, state, max_steps):
         return decode(*nnx.merge(graph, params), state, max_steps, settings)

@@ -10,7 +10,16 @@ from flax import nnx
 
 from jaxspec.config import TreeConfig
 from jaxspec.sampling import Sampling
-from jaxspec.step import Admission, Settings, State, Status, decode, empty_state, prefill
+from jaxspec.step import (
+    NUM_STOP_IDS,
+    Admission,
+    Settings,
+    State,
+    Status,
+    decode,
+    empty_state,
+    prefill,
+)
 from tests import tiny
 from tests.reference.eagle import Oracle
 from tests.speculation import NEAR_TIE
@@ -26,9 +35,9 @@ TEMPERATURES = (0.0, 0.8, 1.0, 0.0)
 class Programs:
     """The two programs, jitted, over a tiny pair."""
 
-    def __init__(self, target, draft, stop_ids: tuple[int, ...] = ()) -> None:
+    def __init__(self, target, draft) -> None:
         capture = target.boundaries(draft.config.boundaries.ids, "test")
-        settings = Settings(TreeConfig.parse("3x4x16"), capture, stop_ids, 8)
+        settings = Settings(TreeConfig.parse("3x4x16"), capture, 8)
         graph, self.params = nnx.split((target, draft))
         self.empty = empty_state(target, draft, BATCH, SLOTS)
 
@@ -48,7 +57,7 @@ class Programs:
         return self.run(params, self.admit(params, self.empty, new), jnp.int32(max_steps))
 
 
-def admission(limits, admitted=(True,) * BATCH, prompts=PROMPTS) -> Admission:
+def admission(limits, admitted=(True,) * BATCH, prompts=PROMPTS, stop: int = -1) -> Admission:
     ids = np.zeros((BATCH, SLOTS), np.int32)
     for b, prompt in enumerate(prompts):
         ids[b, : len(prompt)] = prompt
@@ -57,12 +66,8 @@ def admission(limits, admitted=(True,) * BATCH, prompts=PROMPTS) -> Admission:
         jnp.asarray(ids),
         jnp.array([len(prompt) for prompt in prompts]),
         jnp.broadcast_to(jnp.asarray(limits, jnp.int32), (BATCH,)),
-        Sampling(
-            jnp.arange(BATCH, dtype=jnp.uint32),
-            jnp.array(TEMPERATURES),
-            jnp.zeros(BATCH, jnp.int32),
-            jnp.ones(BATCH),
-        ),
+        jnp.full((BATCH, NUM_STOP_IDS), stop),
+        Sampling.of(BATCH, seed=jnp.arange(BATCH, dtype=jnp.uint32), temperature=TEMPERATURES),
     )
 
 
@@ -136,7 +141,7 @@ def test_a_full_context(programs, reference_target):
         assert len(tokens(state, b)) == limits[b]
 
 
-def test_stop_token_inside_an_accepted_block(target, draft, free_run):
+def test_stop_token_inside_an_accepted_block(programs, free_run):
     """Emission ends with the stop token, whatever was accepted after it; nothing after counts."""
 
     def block_with(b: int) -> tuple[int, int, int] | None:
@@ -150,8 +155,8 @@ def test_stop_token_inside_an_accepted_block(target, draft, free_run):
         return None
 
     b, (stop, index, step) = next((b, found) for b in range(BATCH) if (found := block_with(b)))
-    state = Programs(target, draft, (stop,)).all(admission(24))
-    assert state.status[b] == Status.EOS
+    state = programs.all(admission(24, stop=stop))
+    assert state.status[b] == Status.STOPPED
     assert tokens(state, b) == tokens(free_run, b)[: index + 1]
     before = accepted(free_run, b)[:step]
     emitted_before = 1 + sum(count + 1 for count in before)
@@ -161,7 +166,7 @@ def test_stop_token_inside_an_accepted_block(target, draft, free_run):
         if stop in wanted:
             wanted = wanted[: wanted.index(stop) + 1]
         assert tokens(state, other) == wanted
-        assert (state.status[other] == Status.EOS) == (stop in wanted)
+        assert (state.status[other] == Status.STOPPED) == (stop in wanted)
 
 
 def test_a_place_is_refilled_while_others_go_on(programs, free_run):

@@ -1,4 +1,5 @@
 import base64
+import copy
 import itertools
 import json
 import math
@@ -194,12 +195,126 @@ def test_template_filters_as_in_transformers(tokenizer):
         ("{% for %}", "chat template: TemplateSyntaxError"),
         ("{{ messages[0]['content'] + 1 }}", "chat template: TypeError"),
         ("{{ messages.__class__.__mro__ }}", "chat template: SecurityError"),
+        ("{{ 1 // 0 }}", "chat template: ZeroDivisionError"),
+        ("{{ range(1000000000) | list }}", "chat template: OverflowError"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "chat template: RecursionError"),
     ],
 )
 def test_template_that_refuses(template, message):
     chat = Tokenizer(BYTES, {}, template)
     with pytest.raises(InputError, match=re.escape(message)):
         chat.encode_chat([{"role": "user", "content": "hi"}])
+
+
+def test_template_that_knows_no_tools_or_no_thinking():
+    chat, messages = Tokenizer(BYTES, {}, "{{ messages }}"), [{"role": "user", "content": "hi"}]
+    for name, extra in (("tools", {"tools": [{}]}), ("thinking", {"thinking": False})):
+        with pytest.raises(InputError, match=f"reads no '{name}', so this checkpoint knows"):
+            chat.encode_chat(messages, **extra)
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (
+            {"role": "robot", "content": "a"},
+            "role 'robot': there are system, user, assistant, tool",
+        ),
+        ({"role": "user", "content": [{"type": "image"}]}, "type 'image': jaxspec reads text only"),
+        ({"content": "a"}, 'expected objects with a "role"'),
+    ],
+)
+def test_messages_that_are_refused_whoever_gives_them(tokenizer, message, said):
+    with pytest.raises(InputError, match=re.escape(said)):
+        tokenizer.encode_chat([message])
+
+
+GOLDEN_PIECES = {
+    14062: "system", 3900: "You", 554: " are", 261: " a", 13205: " helpful", 26626: " assistant",
+    2482: "user", 24328: "Who", 398: " you", 69702: "assistant", 6725: "My", 1530: " name",
+    387: " is", 1999: " Q", 33249: "wen", 6034: "How", 3410: " old", 1228: "11", 2285: " years",
+}  # fmt: skip
+"""What the ordinary tokens of SpecForge's reference are, by their place in its conversation."""
+GOLDEN_IDS = [
+    163594, 14062, 163601, 3900, 554, 261, 13205, 26626, 13, 163586,
+    163587, 2482, 163601, 24328, 554, 398, 30, 163586,
+    163588, 69702, 163601, 6725, 1530, 387, 1999, 33249, 17, 13, 163586,
+    163587, 2482, 163601, 6034, 3410, 554, 398, 30, 163586,
+]  # fmt: skip
+"""SpecForge, tests/test_data/test_references/kimi-k2-instruct_standard_ref.json, up to the last
+question."""
+GOLDEN_MESSAGES = [
+    {"role": "system", "content": "You are a helpful assistant."},
+    {"role": "user", "content": "Who are you?"},
+    {"role": "assistant", "content": "My name is Qwen2."},
+    {"role": "user", "content": "How old are you?"},
+]
+KIMI_SPECIAL = {
+    163584: "[BOS]", 163585: "[EOS]", 163586: "<|im_end|>", 163587: "<|im_user|>",
+    163588: "<|im_assistant|>", 163594: "<|im_system|>", 163601: "<|im_middle|>",
+    163606: "<think>", 163607: "</think>", 163838: "[UNK]", 163839: "[PAD]",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def kimi(tmp_path_factory) -> Tokenizer:
+    """A vocabulary of Kimi's size, with its tokens where the golden conversation needs them.
+
+    Single bytes have the order of GPT-2's alphabet, as in all of tiktoken's vocabularies; the rest
+    is filled with tokens that no text has.
+    """
+    order = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    order += [byte for byte in range(256) if byte not in order]
+    tokens = {i: bytes([byte]) for i, byte in enumerate(order)}
+    tokens |= {i: piece.encode() for i, piece in GOLDEN_PIECES.items()}
+    tokens[300] = b"en"  # the merge below "wen", which no piece of text is by itself
+    fill = (i for i in range(163584) if i not in tokens)
+    tokens |= {i: b"\xff" + i.to_bytes(3, "big") for i in fill}
+    directory = tmp_path_factory.mktemp("kimi")
+    lines = (f"{base64.b64encode(tokens[i]).decode()} {i}\n" for i in range(163584))
+    (directory / "tiktoken.model").write_text("".join(lines))
+    added = {
+        i: {"content": name, "special": "think" not in name} for i, name in KIMI_SPECIAL.items()
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    shipped = (SHIPPED_TARGET / "chat_template.jinja").read_text()
+    (directory / "chat_template.jinja").write_text(shipped)
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer is not None
+    return tokenizer
+
+
+INSTRUCT = """\
+{%- for message in messages -%}
+  {%- set of = {'user': 'user', 'assistant': 'assistant'}.get(message.role, 'system') -%}
+  <|im_{{ of }}|>{{ message.role }}<|im_middle|>{{ message.content }}<|im_end|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|>{%- endif -%}
+"""
+"""The turns of Kimi-K2-Instruct."""
+
+
+def test_golden_ids_of_kimi(kimi):
+    """Of the instruct model, and of the thinking one: an empty thought in every earlier reply."""
+    reply = [163588, 69702, 163601]
+    instruct = copy.copy(kimi)
+    instruct.chat_template = INSTRUCT
+    assert instruct.encode_chat(GOLDEN_MESSAGES) == [*GOLDEN_IDS, *reply]
+    at = GOLDEN_IDS.index(163588) + len(reply)
+    thinking = [*GOLDEN_IDS[:at], 163606, 163607, *GOLDEN_IDS[at:], *reply, 163606]
+    assert kimi.encode_chat(GOLDEN_MESSAGES) == thinking
+    assert kimi.encode_chat(GOLDEN_MESSAGES, thinking=False) == [*thinking, 163607]
+
+
+def test_ids_of_kimis_special_tokens(kimi):
+    assert kimi.special_ids["<|reserved_token_163589|>"] == 163589
+    assert sorted(kimi.special_ids.values()) == list(range(163584, 163584 + 258))
+    assert kimi.encode("<|im_end|>") != [163586]
+
+
+def test_golden_conversation_comes_back(kimi):
+    text = "systemYou are a helpful assistant.userWho are you?assistantMy name is Qwen2."
+    assert kimi.decode(GOLDEN_IDS) == text + "userHow old are you?"
 
 
 def test_template_of_the_config_and_none(tmp_path):

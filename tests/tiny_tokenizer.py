@@ -22,6 +22,7 @@ TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}
   <|im_assistant|>assistant<|im_middle|><think>
+  {%- if thinking is defined and not thinking -%}</think>{%- endif -%}
 {%- endif -%}
 """
 

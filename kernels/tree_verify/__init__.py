@@ -30,9 +30,9 @@ def tree_verify(
     """The path whose tokens are the ones that the target chooses, and those that it goes on with.
 
     The token after a node is its logits' argmax; at a temperature above 0 that of
-    `logits / temperature + noise` over the tokens that top-k and top-p keep, the noise as in
-    `sampling`. The walk goes on from a node to the child that is that token. NaN logits count as
-    -inf; of equal scores the lowest id wins. A tree of the root alone is plain decoding.
+    `logits / temperature + noise` over the tokens that top-k, top-p and min-p keep, these and the
+    noise as in `sampling`. The walk goes on from a node to the child that is that token. NaN logits
+    count as -inf; of equal scores the lowest id wins. A tree of the root alone is plain decoding.
 
     Args:
       logits_BJV: f32 or bf16, after each node.

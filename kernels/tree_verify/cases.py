@@ -77,12 +77,7 @@ def shapes(case: Case) -> dict[str, Any]:
         "depth_BJ": shape(batch, nodes),
         "ancestors_BJJ": shape(batch, nodes, nodes, dtype=jnp.bool_),
         "length_B": shape(batch),
-        "sampling": Sampling(
-            shape(batch, dtype=jnp.uint32),
-            shape(batch, dtype=jnp.float32),
-            shape(batch),
-            shape(batch, dtype=jnp.float32),
-        ),
+        "sampling": jax.eval_shape(lambda: Sampling.of(batch)),
     }
 
 
@@ -112,11 +107,11 @@ def arguments(case: Case, seed: int) -> dict[str, Any]:
         "depth_BJ": jnp.asarray(depth, jnp.int32),
         "ancestors_BJJ": jnp.asarray(ancestors),
         "length_B": jnp.asarray(rng.integers(0, 1 << 17, batch), jnp.int32),
-        "sampling": Sampling(
-            jnp.arange(batch, dtype=jnp.uint32) + jnp.uint32(seed),
-            jnp.full((batch,), 1.0 if case.is_sampled else 0.0, jnp.float32),
-            jnp.full((batch,), 50 if case.is_cut else 0, jnp.int32),
-            jnp.full((batch,), 0.95 if case.is_cut else 1.0, jnp.float32),
+        "sampling": Sampling.of(
+            batch,
+            seed=np.arange(batch, dtype=np.uint32) + np.uint32(seed),
+            temperature=float(case.is_sampled),
+            **({"top_k": 50, "top_p": 0.95} if case.is_cut else {}),
         ),
     }
 

@@ -7,7 +7,8 @@
     tree_walk    from the root down, a program for each sequence: a node's shares are merged when
                  it is reached, and the child that is the token chosen there comes next
 
-Between the first two stands a search for thresholds in XLA, where top-k or top-p cuts something.
+Between the first two stands a search for thresholds in XLA, where top-k, top-p or min-p cuts
+something.
 
 Values are compared as int32 that sort as the floats do: thresholds are such numbers, 0 is -0, and
 all that a share yields fits one array. Noise is threefry2x32 in plain integer operations and is
@@ -272,7 +273,7 @@ def _thresholds(logits_BJV: jax.Array, top: Shares, sampling: Sampling) -> jax.A
         greatest_BJ = _unsortable(top.found[:, :, 0, : top.count].max(-1))
         temperature_B = jnp.where(sampling.is_sampled, sampling.temperature, 1.0)
         score_BJV = (logits - greatest_BJ[:, :, None]) / temperature_B[:, None, None]
-        found_BJ = thresholds(score_BJV, sampling.top_k, sampling.top_p)
+        found_BJ = thresholds(score_BJV, sampling)
         return jnp.where(sampling.is_cut[:, None], found_BJ, LOWEST)
 
     def none() -> jax.Array:

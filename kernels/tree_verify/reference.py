@@ -24,7 +24,12 @@ def tree_verify_reference(
     logits_BJV = logits_BJV.astype(jnp.float32)
     noise_BJV = gumbel_noise(sampling.seed, length_B[:, None] + 1 + depth_BJ, logits_BJV.shape[-1])
     chosen_BJ = jax.vmap(_chosen)(
-        logits_BJV, noise_BJV, sampling.temperature, sampling.top_k, sampling.top_p
+        logits_BJV,
+        noise_BJV,
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.min_p,
     )
 
     def walk(tokens_J: jax.Array, parent_J: jax.Array, chosen_J: jax.Array) -> Accepted:
@@ -46,6 +51,7 @@ def _chosen(
     temperature: jax.Array,
     top_k: jax.Array,
     top_p: jax.Array,
+    min_p: jax.Array,
 ) -> jax.Array:
     """The token after each node of one sequence, [J] int32."""
     vocab_size = logits_JV.shape[-1]
@@ -62,6 +68,7 @@ def _chosen(
     place_J = jnp.minimum((mass_JV < top_p).sum(-1), vocab_size - 1)
     nucleus_J1 = jnp.take_along_axis(sorted_JV, place_J[:, None], axis=-1)
     is_kept_JV &= (score_JV >= nucleus_J1) | (top_p >= 1)
+    is_kept_JV &= probability_JV >= min_p * probability_JV.max(-1, keepdims=True)
     noisy_JV = jnp.where(is_kept_JV, score_JV, -jnp.inf) + noise_JV
     return jnp.where(
         temperature > 0, jnp.argmax(noisy_JV, axis=-1), jnp.argmax(logits_JV, axis=-1)

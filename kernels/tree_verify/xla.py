@@ -92,9 +92,7 @@ def choose(
         score_BJV = below_BJV / temperature_B[:, None, None]
         score_BJV = lax.cond(
             sampling.is_cut.any(),
-            lambda: jnp.where(
-                keep_top(score_BJV, sampling.top_k, sampling.top_p), score_BJV, -jnp.inf
-            ),
+            lambda: jnp.where(keep_top(score_BJV, sampling), score_BJV, -jnp.inf),
             lambda: score_BJV,
         )
         # One draw per depth, not per node: siblings' children share theirs.

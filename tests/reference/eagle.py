@@ -96,9 +96,13 @@ def greedy(logits: np.ndarray, position: int) -> Choice:
 
 
 def sampler(
-    noise: Callable[[int], np.ndarray], temperature: float, top_k: int = 0, top_p: float = 1.0
+    noise: Callable[[int], np.ndarray],
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
 ) -> Callable[[np.ndarray, int], Choice]:
-    """A choice by noise(position) [V], added to the log-probabilities that top-k and top-p keep.
+    """A choice by noise(position) [V], added to the log-probabilities of what is not cut.
 
     The margin is the least of the choice's own and those of the cuts.
     """
@@ -114,6 +118,10 @@ def sampler(
             # The token that crosses the threshold is kept.
             margin = min(margin, np.abs(mass - top_p).min())
             order = order[: np.searchsorted(mass, top_p) + 1]
+        if min_p:
+            of_best = np.exp(scores[order] - scores[order[0]])
+            margin = min(margin, np.abs(of_best - min_p).min())
+            order = order[of_best >= min_p]
         kept = np.full_like(scores, -np.inf)
         kept[order] = scores[order]
         choice = greedy(kept + noise(position), position)
