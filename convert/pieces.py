@@ -19,17 +19,16 @@ def pieces_of(
     found: Prepared | Manifest,
     directory: Path,
     problems: Problems,
-    is_needed: Callable[[Rule], bool] = lambda rule: True,
+    is_needed: Callable[[Rule], bool] = lambda _: True,
 ) -> tuple[int, Iterator["Piece | StoredPiece"]]:
     """How many pieces there are, and each of them; wrong values go to `problems`.
 
     Args:
-      is_needed: which of a Hugging Face checkpoint's are built at all. A converted one's are all
-        opened, and of each only what is asked for is read.
+      is_needed: of what is converted on the way, which rules' pieces are built.
     """
     if isinstance(found, Prepared):
-        count = len({rule.piece for rule in found.rules if is_needed(rule)})
-        return count, found.pieces(problems, is_needed)
+        pieces = found.pieces(problems, is_needed)
+        return len({rule.piece for rule in found.rules if is_needed(rule)}), pieces
     # TensorStore takes its time to import, and only a converted checkpoint needs it.
     from jaxspec.convert.stored import open_piece
 

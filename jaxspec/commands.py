@@ -398,11 +398,11 @@ def _header(flags: GenerateFlags, target: Target, draft: Draft | None) -> dict[s
 def _where_used(flags: GenerateFlags) -> dict[str, Any]:
     """The flags that came later, where they are given: so that old files go on."""
     mesh, sampling = flags.models.numerics.mesh, flags.sampling
-    rotary = flags.models.draft_rotary
+    choice = flags.models.draft_rotary
     found = {
-        "draft_rotary": dataclasses.asdict(rotary) if rotary else None,
         "mesh": mesh and str(mesh),
         "cache": mesh and mesh.cache,
+        "draft_rotary": dataclasses.asdict(choice) if choice else None,
         "min_p": sampling.min_p or None,
         "stop_ids": list(sampling.stop_ids) or None,
         "thinking": flags.prompts.thinking,

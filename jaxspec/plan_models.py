@@ -80,7 +80,7 @@ def _draft_config(where: Path, target: Target) -> tuple[DraftConfig, str]:
         manifest = read_manifest(where)
         found, identity = manifest.config, manifest.identity
     else:
-        has_weights = any(file.suffix in (".safetensors", ".bin") for file in where.iterdir())
+        has_weights = any((*where.glob("*.safetensors"), *where.glob("pytorch_model*.bin")))
         found, _ = read_draft(Source(where, needs_weights=has_weights), problems)
         identity = "eagle3@config"
         if not has_weights:

@@ -9,13 +9,7 @@ import dataclasses
 import numpy as np
 from flax import nnx
 
-from jaxspec.config import (
-    DraftConfig,
-    LatentDraftConfig,
-    LlamaDraftConfig,
-    MeshConfig,
-    TreeConfig,
-)
+from jaxspec.config import DraftConfig, LatentDraftConfig, LlamaDraftConfig, MeshConfig, TreeConfig
 from jaxspec.draft import Draft
 from jaxspec.sharding import held_bytes
 from jaxspec.target import Target
@@ -182,30 +176,28 @@ def _draft(
     target: Target, draft: Draft, mesh: MeshConfig, tree: TreeConfig, batch: int, kv_len: int
 ) -> Work:
     """`levels - 1` passes over the beams, and one over the accepted path, with the features."""
-    itemsize = draft.numerics.jnp_dtype.itemsize
+    c, itemsize = draft.config, draft.numerics.jnp_dtype.itemsize
     held = held_bytes(nnx.state(draft), mesh)
-    in_layers = ("attention.", "mlp.", "later.")
-    layers = sum(size for name, size in held.items() if name.startswith(in_layers))
+    of_layers = ("attention.", "mlp.", "later.")
+    layer = sum(size for name, size in held.items() if name.startswith(of_layers))
     head = held.get("head") or held_bytes(nnx.state(target), mesh)["head"]
-    cache, products = _draft_attention(draft.config, mesh)
+    cache, scores = _draft_cache(c, mesh, kv_len)
+    cache *= batch
     beams, path = batch * tree.branches, batch * (tree.levels + 1)
     passed = (tree.levels - 1) * beams + path
-    flops = passed * (layers / itemsize + products * kv_len) + path * held["fc"] / itemsize
+    flops = passed * (layer / itemsize + scores) + path * held["fc"] / itemsize
     flops += ((tree.levels - 1) * beams + batch) * head / itemsize
-    read = layers + head + batch * kv_len * cache * itemsize
-    return Work(tree.levels * read + held["fc"], MULTIPLY_ADD * flops)
+    num_bytes = tree.levels * (layer + head + cache * itemsize) + held["fc"]
+    return Work(num_bytes, MULTIPLY_ADD * flops)
 
 
-def _draft_attention(c: DraftConfig, mesh: MeshConfig) -> tuple[float, float]:
-    """Of one cached token, in all layers: values that a device holds, and the products of scores
-    and mixture with one query."""
-    layers, heads = c.num_hidden_layers, c.num_attention_heads / mesh.model
+def _draft_cache(c: DraftConfig, mesh: MeshConfig, kv_len: int) -> tuple[float, float]:
+    """What a device reads of a sequence's cache, in numbers, and multiplies with each query."""
     if isinstance(c, LatentDraftConfig):
-        held = c.kv_lora_rank + c.qk_rope_head_dim
-        slots = mesh.model if mesh.cache == "slots" else 1
-        return layers * held / slots, layers * heads * (held + c.kv_lora_rank)
+        width = c.kv_lora_rank + c.qk_rope_head_dim
+        slots = kv_len / mesh.model if mesh.cache == "slots" else kv_len
+        scores = c.num_attention_heads * kv_len / mesh.model * (width + c.kv_lora_rank)
+        return c.num_hidden_layers * slots * width, c.num_hidden_layers * scores
     assert isinstance(c, LlamaDraftConfig), "there are these two kinds"
-    return (
-        layers * 2 * c.num_key_value_heads / mesh.model * c.head_dim,
-        layers * 2 * heads * c.head_dim,
-    )
+    cache = c.num_hidden_layers * 2 * kv_len * c.num_key_value_heads // mesh.model * c.head_dim
+    return cache, cache * (c.num_attention_heads // c.num_key_value_heads)

@@ -181,12 +181,12 @@ def main() -> None:
     if "loading" in asked:
         asked.remove("loading")
         told["loading"] = loading()
-    has_ceiling = "ceiling" in asked
     make = latent_models if "latent" in asked else functools.partial(models, reference)
-    asked = [run for run in asked if run not in ("ceiling", "latent")]
+    asked = [run for run in asked if run != "latent"]
     alone, said = facts(*make(None))
     told["alone"] = alone
-    if has_ceiling:
+    if "ceiling" in asked:
+        asked.remove("ceiling")
         told["ceiling"] = ceilings(reference, alone["tokens"])
     for text, cache in asked:
         found, also_said = facts(*make(MeshConfig.parse(text, cache)))

@@ -204,7 +204,7 @@ def test_gpu_script_goes_through_all_stages(monkeypatch, capsys, tmp_path):
     )
     assert status == 0, found["wrong"]
     assert found["kind"].startswith("dry run")
-    assert {"machine", "agreement", "decoding", "ceilings", "times"} <= found.keys()
+    assert {"gpu", "agreement", "decoding", "ceilings", "times"} <= found.keys()
     assert all(case["is_correct"] for case in found["times"])
     assert json.loads((tmp_path / "gpu-dry-run.json").read_text()) == found
 

@@ -10,7 +10,7 @@ from jaxspec.config import MeshConfig, Numerics, TreeConfig
 from jaxspec.kernels.expert_matmul import cases as expert_cases
 from jaxspec.kernels.mla_attention import cases as mla_cases
 from jaxspec.traffic import StepShape, distinct_experts, most_experts, work_of_step
-from tests.full_size import abstract_draft, abstract_target
+from tests.full_size import abstract_draft, abstract_latent_draft, abstract_target
 
 FULL = 32768
 TREE = TreeConfig(3, 4, 16)
@@ -114,6 +114,20 @@ def test_draft_by_hand():
     cache = 2 * 2 * FULL * 8 * 128
     found = work_of_step(target, draft, StepShape(TREE, 1, FULL))["draft"]
     assert found.num_bytes == 3 * (layer + head + cache) + fc
+
+
+@pytest.mark.parametrize(("cache", "devices"), [("replicated", 1), ("slots", 8)])
+def test_latent_draft_reads_latents(cache, devices):
+    """What a thousand more tokens cost: 512 + 64 numbers of each, and with slots an eighth."""
+    mesh = MeshConfig(1, 8, cache)
+    target = abstract_target(numerics=Numerics(mesh=mesh))
+    draft, tree = abstract_latent_draft(Numerics(mesh=mesh)), TreeConfig(3, 4, 16)
+    shorter, longer = (
+        work_of_step(target, draft, StepShape(tree, 2, length))["draft"] for length in (1000, 2000)
+    )
+    assert longer.num_bytes - shorter.num_bytes == 3 * 2 * 1000 * 576 * 2 / devices
+    passed = 2 * (2 * 4 + 4)
+    assert longer.num_flops - shorter.num_flops == 2 * passed * 8 * 1000 * (576 + 512)
 
 
 def test_groups_share_the_batch():
