@@ -97,7 +97,7 @@ def test_no_loop_writes_a_share_of_a_cache_or_of_the_experts(case):
     for write in writes:
         holds_slots = any(size % 129 == 0 for size in write.shape)
         holds_experts = any(matrix <= set(write.shape) for matrix in words)
-        layer = draft_cache if write.shape[-1] == 128 else cache_layer
+        layer = draft_cache if write.shape[-1:] == (128,) else cache_layer
         assert not (holds_slots and write.num_bytes >= layer / 8), write
         assert not (holds_experts and write.num_bytes >= experts_layer / 8), write
 
