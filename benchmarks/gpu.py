@@ -139,7 +139,7 @@ def dry_run() -> Run:
 
 def stages(run: Run, end: float, folder: Path) -> Iterator[tuple[str, Any]]:
     """(name, what was found) of each stage; those that grow are given again and again."""
-    yield "machine", machine(folder)
+    yield "gpu", machine(folder)
     for stage, todo in (
         ("agreement", {f"{op}/{name}": (op, case) for op, name, case in run.agreement}),
         ("decoding", run.decodings),

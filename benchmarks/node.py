@@ -143,13 +143,8 @@ def parse() -> argparse.Namespace:
 def stages(args: argparse.Namespace, end: float) -> Iterator[tuple[str, Any]]:
     """(name, what was found) of each stage; those that grow are given again and again."""
     dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    yield (
-        "machine",
-        {
-            "devices": len(jax.devices()),
-            "runtime": jax.devices()[0].client.platform_version.strip(),
-        },
-    )
+    runtime = jax.devices()[0].client.platform_version.strip()
+    yield "devices", {"num": len(jax.devices()), "runtime": runtime}
     started = time.monotonic()
     mesh = MeshConfig.parse(args.mesh) if args.mesh else widest_mesh(args)
     pair = load(args, mesh, dtype)
@@ -173,8 +168,13 @@ def stages(args: argparse.Namespace, end: float) -> Iterator[tuple[str, Any]]:
         print(f"correctness {name:34}{json.dumps(common.rounded(found[name]))}", flush=True)
         yield "correctness", found
     found = {}
-    for name, measured in exchanges(args, programs, pair):
-        found[name] = box.run("collectives", measured)
+    listed = box.run("collectives", lambda: {"asked": messages(args, programs, pair)})
+    if "asked" not in listed:
+        yield "collectives", {"those of a step": listed}
+    for (opcode, num_bytes), in_program in sorted(listed.get("asked", {}).items()):
+        name = f"{opcode} {num_bytes} bytes"
+        measured = functools.partial(exchange, Devices.of(mesh), opcode, num_bytes, args.rounds)
+        found[name] = box.run("collectives", measured) | {"in_program": in_program}
         print(f"collectives {name:34}{json.dumps(common.rounded(found[name]))}", flush=True)
         yield "collectives", found
     found = {}
@@ -344,14 +344,14 @@ def difference(got: np.ndarray, want: np.ndarray, lengths: np.ndarray) -> dict[s
     return {"median": float(np.median(shares)), "max": float(shares.max())}
 
 
-def exchanges(
+def messages(
     args: argparse.Namespace, programs: Programs, pair: Pair
-) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Each kind and size of collective in a step's program, with the cache whole and by slots."""
+) -> dict[tuple[str, int], dict[str, int]]:
+    """How many collectives of each kind and size a step's program holds, by the cache's layout."""
     mesh = pair.target.numerics.mesh
     assert mesh is not None
     if mesh.model == 1:
-        return
+        return {}
     layouts = {"replicated": pair, "slots": pair.on(dataclasses.replace(mesh, cache="slots"))}
     asked: dict[tuple[str, int], dict[str, int]] = {}
     for layout, made in layouts.items():
@@ -360,13 +360,7 @@ def exchanges(
             for one in found:
                 counted = asked.setdefault((one.opcode, int(one.num_bytes)), {})
                 counted[layout] = counted.get(layout, 0) + 1
-    devices = Devices.of(mesh)
-    for (opcode, num_bytes), in_program in sorted(asked.items()):
-        measured = functools.partial(exchange, devices, opcode, num_bytes, args.rounds)
-        yield (
-            f"{opcode} {num_bytes} bytes",
-            lambda measured=measured, counted=in_program: measured() | {"in_program": counted},
-        )
+    return asked
 
 
 def sweep(

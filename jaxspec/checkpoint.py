@@ -199,11 +199,7 @@ def _fill[Model: (Target, Draft)](
     hull = {path: _hull([share.box[path] for share in shares]) for path in want}
     seen: set[str] = set()
     problems = Problems(str(directory))
-
-    def is_needed(rule: Rule) -> bool:
-        return any(_meets(hull[leaf], rule.layer, rule.part) for leaf in rule.leaves)
-
-    total, pieces = pieces_of(found, directory, problems, is_needed)
+    total, pieces = pieces_of(found, directory, problems, functools.partial(_is_needed, hull))
     for done, piece in enumerate(pieces, start=1):
         slabs = {}
         for path, leaf in piece.leaves.items():
@@ -347,6 +343,11 @@ def _hull(boxes: Sequence[Box]) -> Box:
 def _overlap(one: Box, other: Box) -> Box:
     """What two boxes share; nothing, if it does not begin before it ends."""
     return np.maximum(one[0], other[0]), np.minimum(one[1], other[1])
+
+
+def _is_needed(hull: dict[str, Box], rule: Rule) -> bool:
+    """Whether something of a rule's leaves lies in the hull."""
+    return any(_meets(hull[leaf], rule.layer, rule.part) for leaf in rule.leaves)
 
 
 def _meets(box: Box, layer: int | None, part: Part | None) -> bool:

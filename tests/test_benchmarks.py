@@ -204,7 +204,7 @@ def test_gpu_script_goes_through_all_stages(monkeypatch, capsys, tmp_path):
     )
     assert status == 0, found["wrong"]
     assert found["kind"].startswith("dry run")
-    assert {"machine", "agreement", "decoding", "ceilings", "times"} <= found.keys()
+    assert {"gpu", "agreement", "decoding", "ceilings", "times"} <= found.keys()
     assert all(case["is_correct"] for case in found["times"])
     assert json.loads((tmp_path / "gpu-dry-run.json").read_text()) == found
 
@@ -238,6 +238,7 @@ def test_node_script_goes_through_all_stages(node_run):
     found = json.loads(ended.out.splitlines()[-1])
     assert json.loads(path.read_text()) == found
     assert found["kind"].startswith("dry run")
+    assert "8 x cpu" in found["machine"]
     assert (found["weights"]["mesh"], found["wrong"]) == ("1x8", [])
     ways = {name: (way["mesh"], way["cache"]) for name, way in found["correctness"].items()}
     assert ways == {

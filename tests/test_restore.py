@@ -5,6 +5,7 @@ own: `loading_in_two.py`. What they need to read is summed here from the manifes
 rules.
 """
 
+import functools
 import hashlib
 import itertools
 import json
@@ -16,10 +17,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxspec.checkpoint import _pieces, load_target
+from jaxspec.checkpoint import _is_needed, load_target
 from jaxspec.config import MeshConfig, Numerics
 from jaxspec.convert import plan
 from jaxspec.convert.manifest import read_manifest
+from jaxspec.convert.pieces import pieces_of
 from jaxspec.convert.prepare import abstract_target, parameters_of, prepare_target
 from jaxspec.convert.problems import Problems
 from jaxspec.convert.source import Source
@@ -149,7 +151,8 @@ def test_of_hugging_faces_files_only_pieces_that_are_needed_are_built(place, mon
         cut = spec_of(path, len(shape), MeshConfig(1, 2))
         begin = [n // 2 if by else 0 for n, by in itertools.zip_longest(shape, cut)]
         hull[path] = (np.asarray(begin), np.asarray(shape))
-    total, pieces = _pieces(prepared, place, problems, hull)
+    is_needed = functools.partial(_is_needed, hull)
+    total, pieces = pieces_of(prepared, place, problems, is_needed)
     built = {piece.name for piece in pieces}
     assert len(built) == total
     experts = [f"layer_{layer:03}.{first:06}" for layer in (1, 2) for first in range(0, 16, 4)]
