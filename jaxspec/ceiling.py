@@ -286,7 +286,7 @@ def _read(
         drafted = draft.fuse(
             seen.features, TargetIds(next_BT, vocab_size), at, draft_cache, borrowed
         )
-        draft_cache = commit(draft_cache, drafted.rows, *place)
+        draft_cache = commit(draft_cache, drafted.rows, *place, draft.stripe)
         best = jnp.argmax(draft.logits(drafted.recurrent, borrowed), axis=-1).astype(jnp.int32)
         ids = draft.vocab_map.to_target(DraftIds(best, draft.config.draft_vocab_size))
         own_BT = ids.require(vocab_size, "ceiling")
