@@ -10,7 +10,7 @@ from jaxspec.record_file import FORMAT
 from jaxspec.recording import Record, RecordConfig, record
 from tests import tiny
 from tests.reference import formulas
-from tests.reference.target import ReferenceTarget
+from tests.reference.target import LATENT_WEIGHTS, ReferenceTarget, latent_attention
 
 SEQUENCES = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 11, 23, 7], [8, 9, 7, 2, 3], [11]]
 CONFIG = tiny.TARGET_CONFIG
@@ -123,20 +123,19 @@ class Faulty(ReferenceTarget):
             self.embed = self.embed.copy()
             self.embed[4] *= 1.01
 
-    @property
-    def softmax_scale(self) -> float:
-        c = self.config
-        if self.fault == "mscale left out":
-            return (c["qk_nope_head_dim"] + c["qk_rope_head_dim"]) ** -0.5
-        return super().softmax_scale
-
     def attention(self, weights, x, positions, sees):
+        rotate = formulas.rotate_pairs
+        if self.fault == "rotary halves for pairs":
+            rotate = formulas.rotate_halves
+        own = {name: weights[f"self_attn.{name}"] for name in LATENT_WEIGHTS}
         with pytest.MonkeyPatch.context() as patch:
-            if self.fault == "rotary halves for pairs":
-                patch.setattr(formulas, "rotate_pairs", formulas.rotate_halves)
+            if self.fault == "mscale left out":
+                patch.setattr(formulas, "magnitude", lambda factor, mscale: 1.0)
             if self.fault == "mscale on cosine and sine":
                 patch.setattr(formulas, "cos_sin_factor", lambda yarn: 1.2)
-            return super().attention(weights, x, positions, sees)
+            return latent_attention(
+                own, self.config, self.latent_norm_eps, x, positions, sees, rotate
+            )
 
     def route(self, weights, x):
         chosen, share, margin = super().route(weights, x)
