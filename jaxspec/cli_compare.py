@@ -44,8 +44,11 @@ def compare(
         ),
     ] = None,
     tie: Annotated[
-        float, typer.Option(help="Of run files: the logit margin up to which it is a tie.")
-    ] = 1e-4,
+        float | None,
+        typer.Option(
+            help="With --target: the logit margin up to which it is a tie. Default: 1e-4."
+        ),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="F.png", help="A picture. Default: none.")
     ] = None,
@@ -65,6 +68,8 @@ def compare(
         if name not in KINDS:
             raise InputError(f"--require {name}: there are {', '.join(KINDS)}")
     kinds = cast("list[Kind]", named)
+    if tie is not None and target is None:
+        raise InputError("--tie is of the margins that --target gives: give both")
     are_runs = [_is_run(path) for path in (a, b)]
     if are_runs[0] != are_runs[1]:
         run, record = (a, b) if are_runs[0] else (b, a)
@@ -72,10 +77,11 @@ def compare(
     if are_runs[0]:
         if reference is not None or kinds or align:
             raise InputError("--reference, --require and --align are of records; these are runs")
+        from jaxspec.record_comparison import NEAR_TIE
         from jaxspec.run_comparison import compare_runs
 
         margins = None if target is None else _margins(target)
-        found = compare_runs(a, b, margins, None if target is None else tie)
+        found = compare_runs(a, b, margins, None if target is None else tie or NEAR_TIE)
         tables = view.tables_of_runs(found)
         if plot is not None:
             view.plot_runs(found, plot)

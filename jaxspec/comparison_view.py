@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 from rich.table import Table
 
 from jaxspec.errors import InputError
@@ -59,10 +60,15 @@ def tables_of_runs(found: RunComparison) -> list[Table]:
             (f"accepted at depth {depth}", one)
             for depth, one in enumerate(group.accept_per_depth, start=1)
         ]
-        rows += [("ms per verify step", group.ms_per_step), ("tokens/s", group.tokens_per_s)]
+        rows += [
+            ("ms per verify step", group.ms_per_step),
+            ("tokens/s of a request", group.tokens_per_s),
+        ]
         for name, one in rows:
             if one is not None:
-                interval = f"{one.low:+.3g} to {one.high:+.3g}"
+                interval = ""
+                if one.interval is not None:
+                    interval = "{:+.3g} to {:+.3g}".format(*one.interval)
                 differs = "differs" if one.differs else ""
                 who = f"{group.name} ({group.num_requests})"
                 figures.add_row(who, name, f"{one.a:.3g}", f"{one.b:.3g}", interval, differs)
@@ -135,18 +141,28 @@ def plot_runs(found: RunComparison, path: Path) -> None:
     depths, lengths = figure.subplots(1, 2)
     whole = found.groups[0]
     x = range(1, len(whole.accept_per_depth) + 1)
-    depths.plot(x, [one.a for one in whole.accept_per_depth], "o-", color="black", label="a")
-    depths.plot(x, [one.b for one in whole.accept_per_depth], "s--", color="grey", label="b")
-    depths.set(xlabel="depth", ylabel="share of steps accepted", ylim=(0, 1), xticks=list(x))
+    depths.plot(
+        x,
+        [one.a for one in whole.accept_per_depth],
+        "o-",
+        color="black",
+        label=f"a: {found.a.name}",
+    )
+    depths.plot(
+        x,
+        [one.b for one in whole.accept_per_depth],
+        "s--",
+        color="grey",
+        label=f"b: {found.b.name}",
+    )
+    depths.set(xlabel="depth", ylabel="share of steps accepted", ylim=(0, 1.05), xticks=list(x))
     depths.legend()
     groups = [group for group in found.groups if group.accept_length is not None]
     y = range(len(groups))
     estimates = [group.accept_length for group in groups if group.accept_length is not None]
     middle = [one.difference for one in estimates]
-    away = [
-        [one.difference - one.low for one in estimates],
-        [one.high - one.difference for one in estimates],
-    ]
+    intervals = [one.interval or (np.nan, np.nan) for one in estimates]
+    away = np.abs(np.array(intervals).T - middle)
     lengths.errorbar(middle, list(y), xerr=away, fmt="o", color="black", capsize=3)
     lengths.axvline(0, color="grey", linewidth=0.8)
     lengths.set_yticks(list(y), [group.name for group in groups])

@@ -7,13 +7,14 @@ errors grow with depth, so there the middle row is judged.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from jaxspec.aliases import PathLike
 from jaxspec.errors import InputError
-from jaxspec.record_file import RecordFile, claimed_boundaries
+from jaxspec.record_file import RANKS, RecordFile, claimed_boundaries
 from jaxspec.record_findings import (
     F32_TOLERANCE,
     ArrayComparison,
@@ -27,7 +28,7 @@ __all__ = ["compare_records"]
 
 NEAR_TIE = 1e-4
 """A router's margin below which two f32 programs may choose differently."""
-UNIT = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Largest relative error of rounding to a dtype."""
 ROUNDINGS_PER_LAYER = 8
 SMALLEST = 1e-30
@@ -35,9 +36,9 @@ SMALLEST = 1e-30
 
 
 def compare_records(
-    a: Path,
-    b: Path,
-    reference: Path | None = None,
+    a: PathLike,
+    b: PathLike,
+    reference: PathLike | None = None,
     require: Sequence[Kind] = (),
     *,
     aligns: bool = False,
@@ -53,8 +54,8 @@ def compare_records(
     Raises:
       InputError: a file is no record; the records are of other tokens or of models of other sizes.
     """
-    one, other = RecordFile.open(a), RecordFile.open(b)
-    third = None if reference is None else RecordFile.open(reference)
+    one, other = RecordFile.open(Path(a)), RecordFile.open(Path(b))
+    third = None if reference is None else RecordFile.open(Path(reference))
     if third is not None and third.dtype != "float32":
         raise InputError(f"{reference}: a reference is in float32, and this is {third.dtype}")
     records = [one, other] if third is None else [one, other, third]
@@ -63,7 +64,7 @@ def compare_records(
     shared, not_compared = _shared(records)
 
     routers, reached_at = _routers(one, other, shared, is_kept_BT, is_exact)
-    arrays, logits = [], []
+    arrays, logits, out_of_reach = [], [], []
     deepest = max([_depth(name) for name in shared if name.startswith("boundary.")], default=0)
     deepest = max([deepest, *(router.layer + 1 for router in routers)])
 
@@ -82,6 +83,7 @@ def compare_records(
         is_row_BT = rows_at(depth)
         if not is_row_BT.any():
             not_compared[name] = "a near-tie of a router reaches every row"
+            out_of_reach.append(name)
             continue
         given = [record.rows(name, is_row_BT) for record in records]
         if name == "logits.top":
@@ -94,15 +96,13 @@ def compare_records(
             parts = _chunks(records, given)
         for part, values in parts.items():
             if min(x.shape[-1] for x in values):
-                tolerance = _tolerance((one.dtype, other.dtype), depth)
-                arrays.append(
-                    _array(part, depth, values, is_row_BT, tolerance, judges_worst=is_exact)
-                )
+                dtypes = one.dtype, other.dtype
+                arrays.append(_array(part, depth, values, is_row_BT, dtypes))
     compared = {_kind(x.name) for x in (*arrays, *routers, *logits)}
     return RecordComparison(
-        a,
-        b,
-        reference,
+        one.path,
+        other.path,
+        None if third is None else third.path,
         (one.dtype, other.dtype),
         int(is_kept_BT.sum()),
         tuple(arrays),
@@ -110,7 +110,7 @@ def compare_records(
         tuple(logits),
         int((is_kept_BT & ~rows_at(deepest)).sum()),
         not_compared,
-        tuple(kind for kind in require if kind not in compared),
+        (*out_of_reach, *(kind for kind in require if kind not in compared)),
     )
 
 
@@ -163,6 +163,9 @@ def _shared(records: Sequence[RecordFile]) -> tuple[set[str], dict[str, str]]:
     for name in sorted({name for record in records for name in record.shapes}):
         if name in ("tokens", "lengths"):
             continue
+        if not any(re.fullmatch(form, name) for form in RANKS):
+            not_compared[name] = "no name of the format"
+            continue
         lacking = [str(record.path) for record in records if name not in record.shapes]
         if lacking:
             not_compared[name] = f"not in {' nor in '.join(lacking)}"
@@ -192,8 +195,8 @@ def _routers(
     """
     routers, reached_at = [], []
     is_clean_BT = is_kept_BT.copy()
-    for name in sorted(name for name in shared if re.fullmatch(r"router\.\d+", name)):
-        layer = int(name.split(".")[1])
+    for name in sorted((name for name in shared if name.startswith("router.")), key=_depth):
+        layer = _depth(name)
         chosen, theirs = (
             np.sort(record.rows(name, is_clean_BT), axis=-1) for record in (one, other)
         )
@@ -233,11 +236,10 @@ def _array(
     depth: int,
     given: Sequence[np.ndarray],
     is_row_BT: np.ndarray,
-    tolerance: float,
-    *,
-    judges_worst: bool,
+    dtypes: tuple[str, str],
 ) -> ArrayComparison:
     a, b = given[0], given[1]
+    own = [_tolerance(dtype, depth) for dtype in dtypes]
     errors = _row_errors(a, b)
     worst = int(errors.argmax())
     at = tuple(int(index[worst]) for index in np.nonzero(is_row_BT))
@@ -255,9 +257,10 @@ def _array(
         (at[0], at[1]),
         float(_cosine_differences(a, b).max()),
         float(np.abs(a - b).max()),
-        tolerance,
-        "worst" if judges_worst else "middle",
+        max(own),
+        "worst" if max(own) == F32_TOLERANCE else "middle",
         reference_errors,
+        None if dtypes[0] == dtypes[1] else (own[0], own[1]),
     )
 
 
@@ -303,7 +306,10 @@ def _log_softmax(x: np.ndarray) -> np.ndarray:
 def _on_common_ids(
     records: Sequence[RecordFile], given: Sequence[np.ndarray], is_row_BT: np.ndarray
 ) -> tuple[list[np.ndarray], LogitsComparison]:
-    """Of each row's best logits, those whose ids all records have, zero elsewhere."""
+    """Of each row's best logits, those whose ids all records have, zero elsewhere.
+
+    A row without such an id is a's alone: as far from b as can be.
+    """
     ids = [record.rows("logits.top_ids", is_row_BT) for record in records]
     common: list[np.ndarray] = [np.zeros_like(given[0]) for _ in records]
     for m in range(len(given[0])):
@@ -313,6 +319,8 @@ def _on_common_ids(
         for values, found, row in zip(given, ids, common, strict=True):
             of_id = dict(zip(found[m].tolist(), values[m].tolist(), strict=True))
             row[m, : len(shared)] = [of_id[i] for i in shared.tolist()]
+        if not len(shared):
+            common[0][m] = given[0][m]
     best_a, best_b = (
         i[np.arange(len(i)), x.argmax(1)] for i, x in zip(ids[:2], given[:2], strict=True)
     )
@@ -352,23 +360,22 @@ def _chunks(
     }
 
 
-def _tolerance(dtypes: Iterable[str], depth: int) -> float:
+def _tolerance(dtype: str, depth: int) -> float:
     """In f32 1e-5 for the worst row. In lower precision the middle row's error: roundings of the
-    unit of the coarser dtype, `ROUNDINGS_PER_LAYER` a layer, added as a random walk adds them."""
-    unit = max(UNIT.get(dtype, UNIT["bfloat16"]) for dtype in dtypes)
-    if unit == UNIT["float32"]:
-        return F32_TOLERANCE
-    return unit * (1 + ROUNDINGS_PER_LAYER * depth) ** 0.5
+    dtype's unit, `ROUNDINGS_PER_LAYER` a layer, added as a random walk adds them."""
+    unit = UNIT.get(dtype, UNIT["bfloat16"])
+    return F32_TOLERANCE if dtype == "float32" else unit * (1 + ROUNDINGS_PER_LAYER * depth) ** 0.5
 
 
 def _depth(name: str) -> int:
     return int(name.rsplit(".", 1)[1])
 
 
-def _order(name: str) -> tuple[int, str]:
-    """Boundaries, features, logits, the draft's."""
+def _order(name: str) -> tuple[int, int]:
+    """Boundaries by their depth, features, logits, the draft's."""
     heads = ("boundary", "features", "logits", "draft")
-    return next((i for i, head in enumerate(heads) if name.startswith(head)), len(heads)), name
+    place = next((i for i, head in enumerate(heads) if name.startswith(head)), len(heads))
+    return place, _depth(name) if place == 0 else 0
 
 
 def _kind(name: str) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,18 @@ import safetensors
 
 from jaxspec.errors import InputError
 
-__all__ = ["FORMAT", "RecordFile", "claimed_boundaries"]
+__all__ = ["FORMAT", "RANKS", "RecordFile", "claimed_boundaries"]
 
 FORMAT = "jaxspec-record-1"
+RANKS = {
+    r"boundary\.\d+": 3,
+    r"features": 3,
+    r"logits(\.top|\.top_ids)?": 3,
+    r"draft\.logits": 3,
+    r"router\.\d+": 3,
+    r"router_margin\.\d+": 2,
+}
+"""Forms of the names that mean something, and how many axes such an array has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +72,14 @@ class RecordFile:
                 f"{path}: lengths are {lengths.tolist()}; expected one for each of "
                 f"{len(tokens)} sequences, from 1 to {len(tokens[0])}"
             )
-        record = cls(path, shapes, tokens, lengths, metadata)
         for name, shape in shapes.items():
-            if name not in ("tokens", "lengths") and shape[:2] != tokens.shape:
+            rank = next((n for form, n in RANKS.items() if re.fullmatch(form, name)), None)
+            if rank is not None and (shape[:2] != tokens.shape or len(shape) != rank):
                 raise InputError(
-                    f"{path}: {name} is {list(shape)} and tokens are {list(tokens.shape)}: the "
-                    "first two sizes must be equal"
+                    f"{path}: {name} is {list(shape)}; of tokens {list(tokens.shape)} it has "
+                    f"{rank} axes, and the first two are theirs"
                 )
-        return record
+        return cls(path, shapes, tokens, lengths, metadata)
 
     @property
     def dtype(self) -> str:

@@ -36,6 +36,8 @@ class ArrayComparison:
       reference_errors: root mean squares of the rows' errors of a and of b against the reference,
         if there is one; then that decides, and not the tolerance. A middle would hide a fault of
         one expert, which few rows meet; a norm over all rows is that of the few massive ones.
+      own_tolerances: of a and of b, where their dtypes differ: the coarser one is further from a
+        reference without being wrong, so that each is then judged by its own.
     """
 
     name: str
@@ -50,6 +52,7 @@ class ArrayComparison:
     tolerance: float
     judges: Literal["worst", "middle"]
     reference_errors: tuple[float, float] | None = None
+    own_tolerances: tuple[float, float] | None = None
 
     @property
     def judged(self) -> float:
@@ -65,6 +68,9 @@ class ArrayComparison:
         if self.reference_errors is None:
             return None if self.judged <= self.tolerance else "both"
         a, b = self.reference_errors
+        if self.own_tolerances is not None:
+            over = [error / own for error, own in zip((a, b), self.own_tolerances, strict=True)]
+            return None if max(over) <= 1 else "ab"[over.index(max(over))]
         if max(a, b) <= F32_TOLERANCE or max(a, b) <= CLEARLY * min(a, b):
             return None
         return "a" if a > b else "b"
@@ -131,7 +137,8 @@ class RecordComparison:
     Attributes:
       num_left_out: rows of the deepest boundary that a near-tie of a router had reached.
       not_compared: why, by the name of the array.
-      missing: what `require` named and was not compared.
+      missing: what `require` named and was not compared, and arrays that both hold of which
+        near-ties left no row.
     """
 
     a: Path
@@ -167,12 +174,19 @@ class RecordComparison:
             return "nothing was compared: the records have no array in common"
         where = self._parting()
         if where is None:
-            where = "they agree" if not self.missing else "they agree in what was compared"
-        if self.missing:
-            where += "; required and not compared: " + ", ".join(
-                f"{name} ({self.not_compared.get(name, 'in neither record')})"
-                for name in self.missing
+            is_all = not (self.not_compared or self.missing)
+            where = "they agree" if is_all else "they agree in what was compared"
+        if self.num_left_out:
+            where += (
+                f"; near-ties of routers reach {self.num_left_out} of {self.num_tokens} rows, "
+                "which are left out in the layers after them"
             )
+        for name in self.missing:
+            why = self.not_compared.get(name, "not in both records")
+            where += f"; {name} was not compared: {why}"
+        others = [name for name in self.not_compared if name not in self.missing]
+        if others:
+            where += f"; not compared: {', '.join(others)}"
         return where
 
     def _parting(self) -> str | None:

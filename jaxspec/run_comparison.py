@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.aliases import PathLike
 from jaxspec.errors import InputError
 from jaxspec.figures import ratio
 from jaxspec.runfile import FORMAT
@@ -16,6 +17,8 @@ __all__ = ["Difference", "Entry", "Estimate", "Group", "RunComparison", "compare
 
 RESAMPLES = 2000
 """Of the requests, for an interval."""
+FEWEST = 8
+"""Requests, below which resampling them says nothing of what others would do."""
 
 Question = tuple[list[int], tuple[int, int]]
 Margins = Callable[[list[Question]], list[float]]
@@ -53,18 +56,25 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A figure of each run, and of their difference a - b, with 95 % intervals over requests."""
+    """A figure of each run.
+
+    Attributes:
+      difference: a - b.
+      interval: of the difference, 95 % over requests; None for fewer than `FEWEST` of them.
+    """
 
     a: float
     b: float
     difference: float
-    low: float
-    high: float
+    interval: tuple[float, float] | None
 
     @property
-    def differs(self) -> bool:
-        """Whether zero is outside the interval of the difference."""
-        return not self.low <= 0 <= self.high
+    def differs(self) -> bool | None:
+        """Whether zero is outside the interval of the difference; None without one."""
+        return None if self.interval is None else not self.interval[0] <= 0 <= self.interval[1]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "differs": self.differs}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +84,9 @@ class Group:
     Attributes:
       accept_length: tokens emitted by verify steps per verify step; None without steps.
       accept_per_depth: share of steps that accepted so many drafted tokens or more.
-      ms_per_step, tokens_per_s: of decoding, requests one after another; None without times.
+      ms_per_step, tokens_per_s: of a request, from its first token to its last, the mean over
+        those that both runs timed; what others in its batch got meanwhile does not count, so that
+        it is not a run's throughput. None without times.
     """
 
     name: str
@@ -83,6 +95,20 @@ class Group:
     accept_per_depth: tuple[Estimate, ...]
     ms_per_step: Estimate | None
     tokens_per_s: Estimate | None
+
+    def to_dict(self) -> dict[str, Any]:
+        figures = {
+            name: None if one is None else one.to_dict()
+            for name in ("accept_length", "ms_per_step", "tokens_per_s")
+            for one in (getattr(self, name),)
+        }
+        per_depth = [one.to_dict() for one in self.accept_per_depth]
+        return {
+            "name": self.name,
+            "num_requests": self.num_requests,
+            "accept_per_depth": per_depth,
+            **figures,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +142,21 @@ class RunComparison:
 
     @property
     def holds(self) -> bool:
-        """Whether all tokens are the same, but for near-ties."""
-        return self.num_requests > 0 and len(self.differences) == self.num_ties
+        """Whether both have the same requests, and the same tokens but for near-ties."""
+        is_whole = not any(self.only_in.values())
+        return self.num_requests > 0 and is_whole and len(self.differences) == self.num_ties
+
+    @property
+    def flags_that_differ(self) -> dict[str, tuple[Any, Any]]:
+        """What the two headers say otherwise, but for the engine, its version and the machine."""
+        said = [
+            {**header.get("flags", {}), "target_hash": header.get("target_hash")}
+            | {"draft_hash": header.get("draft_hash")}
+            for header in self.headers
+        ]
+        names = sorted(said[0].keys() | said[1].keys())
+        pairs = {name: (said[0].get(name), said[1].get(name)) for name in names}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
     def finding(self) -> str:
         """The verdict in a sentence."""
@@ -128,13 +167,23 @@ class RunComparison:
             text += (
                 f"; of the others {self.num_ties} part at a near-tie (margin up to {self.tie:g})"
             )
+        for path, ids in self.only_in.items():
+            if ids:
+                text += f"; {len(ids)} requests are only in {path}"
         whole = self.groups[0].accept_length if self.groups else None
         if whole is not None:
-            verdict = "differs" if whole.differs else "does not differ"
-            text += (
-                f"; accept_length {verdict}: {whole.a:.3f} and {whole.b:.3f}, a - b between "
-                f"{whole.low:+.3f} and {whole.high:+.3f}"
-            )
+            both = f"{whole.a:.3f} and {whole.b:.3f}"
+            if whole.interval is None:
+                text += f"; accept_length {both}, of too few requests to say whether it differs"
+            else:
+                verdict = "differs" if whole.differs else "does not differ"
+                low, high = whole.interval
+                text += (
+                    f"; accept_length {verdict}: {both}, a - b between {low:+.3f} and {high:+.3f}"
+                )
+        if self.flags_that_differ:
+            said = (f"{name} {a!r} and {b!r}" for name, (a, b) in self.flags_that_differ.items())
+            text += f"; the runs were asked for other things: {', '.join(said)}"
         return text
 
     def to_dict(self) -> dict[str, Any]:
@@ -142,15 +191,12 @@ class RunComparison:
         found = dataclasses.asdict(self)
         found |= {"a": str(self.a), "b": str(self.b), "headers": list(self.headers)}
         found["only_in"] = {path: list(ids) for path, ids in self.only_in.items()}
-        for group in found["groups"]:
-            estimates = [group["accept_length"], *group["accept_per_depth"]]
-            for one in [*estimates, group["ms_per_step"], group["tokens_per_s"]]:
-                if one is not None:
-                    one["differs"] = not one["low"] <= 0 <= one["high"]
+        found["groups"] = [group.to_dict() for group in self.groups]
         return {
             "kind": "runs",
             **found,
             "num_ties": self.num_ties,
+            "flags_that_differ": {name: list(x) for name, x in self.flags_that_differ.items()},
             "finding": self.finding(),
             "holds": self.holds,
         }
@@ -163,24 +209,23 @@ def read_run(path: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
       InputError: it is none, or a line is damaged.
     """
     try:
-        first, *lines = path.read_text("utf-8").splitlines()
+        text = path.read_text("utf-8")
+        # Only a newline ends a line: JSON may hold other separators as they are.
+        first, *lines = text.split("\n")
         header = json.loads(first)
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read as JSON lines ({error})") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise InputError(f"{path}: its first line does not say format {FORMAT!r}: no run file")
-    entries = {}
-    for number, line in enumerate(lines, start=2):
+    if lines and lines[-1]:
+        raise InputError(
+            f"{path}: its last line is cut off, so the run was interrupted; run it again with the "
+            "same --out, and it goes on"
+        )
+    entries: dict[str, Entry] = {}
+    for number, line in enumerate(lines[:-1], start=2):
         try:
-            found = json.loads(line)
-            entry = Entry(
-                str(found["id"]),
-                found.get("category"),
-                tuple(map(int, found["prompt_ids"])),
-                tuple(map(int, found["output_ids"])),
-                tuple(map(int, found.get("accepted") or ())),
-                found.get("decode_ms"),
-            )
+            entry = _entry(json.loads(line))
         except (ValueError, TypeError, KeyError) as error:
             raise InputError(f"{path}, line {number}: damaged ({error!r})") from error
         if entry.id in entries:
@@ -189,8 +234,23 @@ def read_run(path: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
     return header, entries
 
 
+def _entry(found: dict[str, Any]) -> Entry:
+    """A request's line; raises ValueError, TypeError or KeyError for what cannot be one."""
+    category, accepted = found.get("category"), tuple(map(int, found.get("accepted") or ()))
+    if min(accepted, default=0) < 0:
+        raise ValueError(f"accepted is {list(accepted)}")
+    return Entry(
+        str(found["id"]),
+        None if category is None else str(category),
+        tuple(map(int, found["prompt_ids"])),
+        tuple(map(int, found["output_ids"])),
+        accepted,
+        None if found.get("decode_ms") is None else float(found["decode_ms"]),
+    )
+
+
 def compare_runs(
-    a: Path, b: Path, margins: Margins | None = None, tie: float | None = None
+    a: PathLike, b: PathLike, margins: Margins | None = None, tie: float | None = None
 ) -> RunComparison:
     """The comparison of the requests that both files hold.
 
@@ -201,7 +261,14 @@ def compare_runs(
     Raises:
       InputError: a file is no run file, or a request has two prompts.
     """
+    a, b = Path(a), Path(b)
     (header_a, run_a), (header_b, run_b) = read_run(a), read_run(b)
+    for path, header in ((a, header_a), (b, header_b)):
+        if margins is not None and header.get("flags", {}).get("temperature"):
+            raise InputError(
+                f"{path} was sampled: logits alone do not tell a near-tie there, so that margins "
+                "are of greedy runs"
+            )
     both = [id for id in run_a if id in run_b]
     for id in both:
         if run_a[id].prompt_ids != run_b[id].prompt_ids:
@@ -255,13 +322,14 @@ def _differences(pairs: Sequence[tuple[Entry, Entry]], margins: Margins | None) 
 def _group(name: str, pairs: Sequence[tuple[Entry, Entry]]) -> Group:
     """The figures of requests, each a ratio of sums over them; intervals by resampling requests,
     the same ones for both runs."""
-    count = len(pairs)
-    rng = np.random.default_rng(0)
-    chosen = rng.integers(count, size=(RESAMPLES, count))
 
     def estimate(
-        above: Callable[[Entry], float], below: Callable[[Entry], float]
+        above: Callable[[Entry], float],
+        below: Callable[[Entry], float],
+        pairs: Sequence[tuple[Entry, Entry]] = pairs,
     ) -> Estimate | None:
+        if not pairs:
+            return None
         values = [
             (np.array([above(e) for e in side]), np.array([below(e) for e in side], float))
             for side in zip(*pairs, strict=True)
@@ -269,26 +337,29 @@ def _group(name: str, pairs: Sequence[tuple[Entry, Entry]]) -> Group:
         a, b = (ratio(float(x.sum()), float(y.sum())) for x, y in values)
         if a is None or b is None:
             return None
-        drawn = []
+        if len(pairs) < FEWEST:
+            return Estimate(a, b, a - b, None)
+        drawn, size = [], (RESAMPLES, len(pairs))
+        chosen = np.random.default_rng(0).integers(len(pairs), size=size)
         for x, y in values:
             total = y[chosen].sum(axis=1)
             drawn.append(x[chosen].sum(axis=1) / np.where(total == 0, np.nan, total))
         low, high = np.nanpercentile(drawn[0] - drawn[1], [2.5, 97.5])
-        return Estimate(a, b, a - b, float(low), float(high))
+        return Estimate(a, b, a - b, (float(low), float(high)))
 
     deepest = max((n for pair in pairs for entry in pair for n in entry.accepted), default=0)
     per_depth = [
         estimate(lambda entry, d=depth: sum(n >= d for n in entry.accepted), _steps)
         for depth in range(1, deepest + 1)
     ]
-    is_timed = all(_decode_ms(entry) > 0 for pair in pairs for entry in pair)
+    timed = [pair for pair in pairs if all(_decode_ms(entry) > 0 for entry in pair)]
     return Group(
         name,
-        count,
+        len(pairs),
         estimate(_decoded, _steps),
         tuple(one for one in per_depth if one is not None),
-        estimate(_decode_ms, _steps) if is_timed else None,
-        estimate(_decoded, lambda entry: _decode_ms(entry) / 1e3) if is_timed else None,
+        estimate(_decode_ms, _steps, timed),
+        estimate(_decoded, lambda entry: _decode_ms(entry) / 1e3, timed),
     )
 
 

@@ -48,7 +48,7 @@ def test_records(run, place):
     assert status == 1 and found["kind"] == "records" and not found["holds"]
     assert found["finding"].startswith("boundary.001 is the first to differ")
     status, out, _ = run("a.safetensors", "a.safetensors", "--require", "boundary,logits")
-    assert status == 1 and "required and not compared: logits (in neither record)" in out
+    assert status == 1 and "logits was not compared: not in both records" in out
 
 
 def test_runs(run):
@@ -63,6 +63,7 @@ def test_runs(run):
         (("a.safetensors", "none"), "none: cannot be read (No such file"),
         (("a.safetensors", "a.safetensors", "--require", "tokens"), "--require tokens: there are"),
         (("a.safetensors", "a.safetensors", "--target", "x"), "--target is of run files"),
+        (("run.jsonl", "run.jsonl", "--tie", "1"), "--tie is of the margins that --target gives"),
         (("run.jsonl", "run.jsonl", "--align"), "are of records; these are runs"),
         (("a.safetensors", "a.safetensors", "--plot", "no/p.png"), "cannot be written"),
         (("a.safetensors", "a.safetensors", "--reference", "none"), "none: cannot be read"),

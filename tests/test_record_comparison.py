@@ -217,6 +217,60 @@ def test_only_the_best_logits(healthy, saved):
     assert "logits.top" in found.not_compared
 
 
+def test_the_best_logits_of_other_tokens(healthy, saved):
+    """Without one id in common, rows of logits are far from each other."""
+    order = np.argsort(-healthy.arrays["logits"], axis=-1).astype(np.int32)
+
+    def of(ids: np.ndarray) -> Record:
+        top = np.take_along_axis(healthy.arrays["logits"], ids, axis=-1)
+        return changed(healthy, logits=None, logits__top=top, logits__top_ids=ids)
+
+    found = compare_records(*saved(of(order[..., :3]), of(order[..., 5:8])))
+    assert not found.holds and found.logits[0].top1 == 0.0
+
+
+def test_a_near_tie_that_reaches_every_row(healthy, saved):
+    """Nothing is left to compare below it: no agreement."""
+    router, margin = f"router.{FIRST_SPARSE:03d}", f"router_margin.{FIRST_SPARSE:03d}"
+    experts, margins = healthy.arrays[router].copy(), healthy.arrays[margin].copy()
+    experts[:, 0] = (experts[:, 0] + 1) % CONFIG["n_routed_experts"]
+    margins[:, 0] = 1e-6
+    other = changed(
+        healthy,
+        **{router.replace(".", "__"): experts, margin.replace(".", "__"): margins},
+        boundary__004=2 * healthy.arrays["boundary.004"],
+    )
+    found = compare_records(*saved(other, healthy))
+    assert not found.holds and "boundary.004" in found.missing
+    assert "near-ties of routers reach 18 of 18 rows" in found.finding()
+
+
+def test_names_in_the_order_of_their_numbers(saved):
+    rng = np.random.default_rng(0)
+    arrays = {"tokens": np.arange(6, dtype=np.int32).reshape(2, 3)}
+    arrays |= {f"boundary.{b}": rng.normal(size=(2, 3, 8)).astype("float32") for b in range(12)}
+    wrong = arrays | {f"boundary.{b}": 2 * arrays[f"boundary.{b}"] for b in range(3, 12)}
+    metadata = {"format": FORMAT}
+    found = compare_records(*saved(Record(arrays, metadata), Record(wrong, metadata)))
+    assert found.finding().startswith("boundary.3 is the first to differ")
+
+
+def test_dtypes_that_differ_are_judged_by_their_own(healthy, saved):
+    """A right bf16 record is further from the reference than a right f32 one, and not at fault."""
+    rng = np.random.default_rng(0)
+    coarse = {
+        name: (x * (1 + 2e-3 * rng.normal(size=x.shape))).astype(np.float32)
+        for name, x in healthy.arrays.items()
+        if name.startswith("boundary")
+    }
+    rounded = Record(healthy.arrays | coarse, healthy.metadata | {"dtype": "bfloat16"})
+    a, b, reference = saved(healthy, rounded, healthy)
+    assert compare_records(a, b, reference).holds
+    wrong = record_of(Faulty("scaling factor dropped"))
+    a, b, reference = saved(wrong, rounded, healthy)
+    assert compare_records(a, b, reference).boundaries[FIRST_SPARSE + 1].flagged == "a"
+
+
 def test_a_near_tie_is_left_out_and_counted(healthy, saved):
     layer, at = FIRST_SPARSE, (0, 5)
     router, margin = f"router.{layer:03d}", f"router_margin.{layer:03d}"
@@ -323,7 +377,8 @@ def test_files_that_are_no_records(healthy, saved, tmp_path):
         "a record without `tokens`": changed(healthy, tokens=None),
         r"lengths are \[99, 5, 1\]": changed(healthy, lengths=np.array([99, 5, 1], np.int32)),
         "records of other models": changed(healthy, logits=healthy.arrays["logits"][..., :9]),
-        "first two sizes must be equal": changed(healthy, logits=healthy.arrays["logits"][:2]),
+        "the first two are theirs": changed(healthy, logits=healthy.arrays["logits"][:2]),
+        "it has 3 axes": changed(healthy, boundary__002=healthy.arrays["boundary.002"][..., 0]),
     }.items():
         path = tmp_path / "bad.safetensors"
         done.save(path)

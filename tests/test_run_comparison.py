@@ -56,10 +56,45 @@ def test_the_first_token_that_differs_and_its_margin(write):
     found = compare_runs(a, b, margins, tie=1e-4)
     assert asked == [([1, 2, 5], (6, 8))], "of a text that ended there is no margin to ask for"
     assert found.num_ties == 1 and not found.holds, "z ended, which is no tie"
-    without_z = [one for one in (entry("x", [5, 6, 7]), entry("y", [5, 8, 7]))]
-    found = compare_runs(a, write("c", without_z), margins, tie=1e-4)
-    assert found.holds and found.only_in[str(a)] == ("z",)
-    assert not compare_runs(a, write("c", without_z), margins, tie=1e-6).holds
+    whole_z = [entry("x", [5, 6, 7]), entry("y", [5, 8, 7]), entry("z", [5, 6])]
+    assert compare_runs(a, write("c", whole_z), margins, tie=1e-4).holds
+    assert not compare_runs(a, write("c", whole_z), margins, tie=1e-6).holds
+    found = compare_runs(a, write("c", whole_z[:2]), margins, tie=1e-4)
+    assert found.only_in[str(a)] == ("z",) and not found.holds
+    assert "1 requests are only in" in found.finding()
+
+
+def test_sampled_runs_have_no_margins(write):
+    header = HEADER | {"flags": {"temperature": 0.8, "seed": 5}}
+    a, b = write("a", [entry("x", [5, 6])]), write("b", [entry("x", [5, 7])], header)
+    with pytest.raises(InputError, match=r"b.jsonl was sampled: logits alone do not tell"):
+        compare_runs(a, b, lambda questions: [0.0], tie=1e-4)
+    found = compare_runs(a, b)
+    assert found.flags_that_differ == {"seed": (None, 5), "temperature": (None, 0.8)}
+    assert "the runs were asked for other things: seed None and 5" in found.finding()
+
+
+def test_lines_end_with_a_newline_only(write, tmp_path):
+    entries = [entry("a\u2028b", [5, 6])]
+    path = tmp_path / "u.jsonl"
+    lines = [json.dumps(line, ensure_ascii=False) for line in (HEADER, *entries)]
+    path.write_text("\n".join(lines) + "\n", "utf-8")
+    assert compare_runs(path, path).holds
+    path.write_text("\n".join(lines)[:-9], "utf-8")
+    with pytest.raises(InputError, match="the run was interrupted; run it again"):
+        compare_runs(path, path)
+
+
+def test_few_requests_have_no_interval(write):
+    a, b = [[entry(str(i), range(9), [n, n]) for i in range(7)] for n in (1, 3)]
+    whole = compare_runs(write("a", a), write("b", b)).groups[0]
+    assert whole.accept_length.interval is None and whole.accept_length.differs is None
+
+
+def test_requests_that_were_timed_twice(write):
+    a = [entry("x", range(9), (3, 3), decode_ms=10.0), entry("y", [1], (), decode_ms=0.0)]
+    whole = compare_runs(write("a", a), write("b", a)).groups[0]
+    assert whole.ms_per_step.a == 5.0 and whole.tokens_per_s.a == 8 / 0.01
 
 
 def test_acceptance_by_its_definitions(write):
@@ -86,7 +121,8 @@ def test_an_interval_holds_the_truth_as_often_as_it_says(write):
             accepted = [rng.poisson(mean, size=20).clip(0, 7).tolist() for _ in range(40)]
             runs.append([entry(str(i), range(sum(n) + 21), n) for i, n in enumerate(accepted)])
         estimate = compare_runs(write("a", runs[0]), write("b", runs[1])).groups[0].accept_length
-        held += estimate.low <= -0.5 <= estimate.high
+        low, high = estimate.interval
+        held += low <= -0.5 <= high
         assert estimate.differs
     assert held >= trials - 6, "binomial(40, 0.95): 34 or more with probability 0.99"
 
@@ -137,6 +173,7 @@ def test_bad_files(write, tmp_path):
     bad = {
         "another prompt in each": write("a", [entry("x", [1], prompt=(1, 3))]),
         "line 2: damaged": write("b", [{"id": "x"}]),
+        r"accepted is \[-1\]": write("e", [entry("x", [1], (-1,))]),
         "a second request 'x'": write("c", [entry("x", [1]), entry("x", [1])]),
         "does not say format": write("d", [], {"format": "else"}),
         "cannot be read as JSON lines": tmp_path / "missing.jsonl",
