@@ -189,7 +189,7 @@ def run_generate(flags: GenerateFlags, display: Display) -> GenerateReport:
     run_file, known = None, {}
     with all_or_none():
         if flags.out is not None and is_first():
-            run_file = RunFile(flags.out, _header(flags, target, draft))
+            run_file = RunFile(flags.out, _header(flags, prompts, target, draft))
             known = _known(run_file, prompts)
     known = _of_first(known)
     with display.waiting("compiling"):
@@ -222,16 +222,19 @@ def run_generate(flags: GenerateFlags, display: Display) -> GenerateReport:
 
 def _check_same(prompts: Sequence[EncodedPrompt], target: Target, draft: Draft | None) -> None:
     """Raises InputError if several processes found different things under the same names."""
-    asked = json.dumps([[prompt.ids, dict(prompt.settings)] for prompt in prompts])
     check_agreement(
         {
-            "prompts and their settings, by SHA-256": hashlib.sha256(asked.encode()).hexdigest()[
-                :12
-            ],
+            "prompts and their settings, by SHA-256": _digest(prompts),
             "target": target.identity,
             "draft": "none" if draft is None else draft.identity,
         }
     )
+
+
+def _digest(prompts: Sequence[EncodedPrompt]) -> str:
+    """What tells prompts and their own settings from others, in their order: of it come seeds."""
+    asked = json.dumps([[prompt.id, prompt.ids, dict(prompt.settings)] for prompt in prompts])
+    return hashlib.sha256(asked.encode()).hexdigest()[:12]
 
 
 def _ceiling(
@@ -366,7 +369,9 @@ def _of_first(known: dict[int, Completion]) -> dict[int, Completion]:
     }
 
 
-def _header(flags: GenerateFlags, target: Target, draft: Draft | None) -> dict[str, Any]:
+def _header(
+    flags: GenerateFlags, prompts: Sequence[EncodedPrompt], target: Target, draft: Draft | None
+) -> dict[str, Any]:
     """The first line of a run file: all that decides which tokens come, and on what."""
     config, sampling, models = flags.config, flags.sampling, flags.models
     return {
@@ -385,6 +390,7 @@ def _header(flags: GenerateFlags, target: Target, draft: Draft | None) -> dict[s
             "seed": sampling.seed,
             "stop": list(sampling.stop),
             "chat": flags.prompts.use_chat,
+            "prompts": _digest(prompts),
             "dtype": models.numerics.dtype,
             "implementation": implementations(target, config),
             **_where_used(flags),

@@ -62,8 +62,8 @@ def read_prompts(path: Path) -> list[Prompt]:
     """The prompts of a file: plain text, one a line, or JSON lines, one object a line.
 
     A file is JSON lines if its name says so (.jsonl, .ndjson, .json) or its first line is an
-    object with a prompt in it. Of an object, the first of these keys counts: `prompt`,
-    `messages`, `conversations` (ShareGPT), `turns` (MT-bench), `question` (GSM8K); `id` or
+    object with a prompt in it. Of an object, the first of these keys counts: `prompt` or
+    `messages`, not both, `conversations` (ShareGPT), `turns` (MT-bench), `question` (GSM8K); `id` or
     `question_id`, and `category`, are kept. A conversation is taken up to its last turn that is
     not the assistant's, and of `turns` the first: what follows is what the model is to write.
     `tools` and `thinking` stand beside messages; `sampling` is an object of `SETTINGS`.
@@ -206,6 +206,14 @@ def _from_json(line: str, default_id: str, where: str) -> Prompt:
         raise InputError(
             f"{where}: expected one of the keys {', '.join(_FORMS)}; found {', '.join(entry)}"
         )
+    if "prompt" in entry and "messages" in entry:
+        raise InputError(f"{where}: both 'prompt' and 'messages'; give one of the two")
+    astray = [key for key in SETTINGS if key in entry]
+    if astray:
+        raise InputError(
+            f"{where}: {astray[0]!r} stands beside the prompt, where nothing reads it; settings "
+            f'stand in an object, as in "sampling": {{"{astray[0]}": ...}}'
+        )
     name = entry.get("id", entry.get("question_id", default_id))
     try:
         content = _FORMS[form](entry[form])
@@ -218,6 +226,8 @@ def _from_json(line: str, default_id: str, where: str) -> Prompt:
                 f"{where}, 'thinking': expected true or false, found {shown(thinking)}"
             )
         content |= {"tools": tuple(_tools(entry, where)), "thinking": thinking}
+    elif "thinking" in entry or "tools" in entry:
+        raise InputError(f"{where}: 'tools' and 'thinking' stand beside 'messages', not {form!r}")
     settings = _settings(entry.get("sampling"), f"{where}, 'sampling'")
     return Prompt(str(name), entry.get("category"), **content, settings=settings, where=where)
 

@@ -102,12 +102,21 @@ class RunFile:
             found = None
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise InputError(f"{self._path}: exists and is no {FORMAT} file; name another one")
-        for key in header.keys() | found.keys():
-            if found.get(key) != header.get(key):
+        there, here = _flat(found), _flat(header)
+        for key in sorted(here.keys() | there.keys()):
+            if there.get(key) != here.get(key):
                 raise InputError(
                     f"{self._path}: holds another run, which cannot be gone on with: {key} is "
-                    f"{found.get(key)!r} there and {header.get(key)!r} here; name another file"
+                    f"{there.get(key)!r} there and {here.get(key)!r} here; name another file"
                 )
+
+
+def _flat(header: dict[str, Any]) -> dict[str, Any]:
+    """A header with each flag by itself."""
+    flags = header.get("flags")
+    of_flags = flags if isinstance(flags, dict) else {}
+    rest = {name: value for name, value in header.items() if value is not of_flags}
+    return rest | {f"flag {name}": value for name, value in of_flags.items()}
 
 
 def _asked(prompt_ids: Sequence[int], settings: Mapping[str, Any]) -> dict[str, Any]:

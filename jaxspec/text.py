@@ -83,6 +83,8 @@ GREEDY = SamplingConfig()
 
 def _check_settings(request: Request, stop: Sequence[str], has_text: bool) -> None:
     request.check_settings()
+    if isinstance(stop, str):
+        raise InputError(f"stop is the text {stop!r}; give a tuple of texts")
     if "" in stop:
         raise InputError("a stop string is empty, which every text holds")
     if stop and not has_text:
@@ -309,6 +311,10 @@ def generate(
 
 def _numbered(prompts: Sequence[str | Sequence[int] | Prompt]) -> list[Prompt]:
     """Prompts that are text or ids, numbered from 0; those that have an id keep it."""
+    if isinstance(prompts, str):
+        raise InputError("prompts are one text; give a list, if only of that one")
+    if not prompts:
+        raise InputError("no prompt was given")
     numbered = []
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, Prompt):

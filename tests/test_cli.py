@@ -166,6 +166,13 @@ def test_text_streams_and_a_run_file_resumes(run, place):
     status, _, err = run(*args, "--seed", "1")
     assert status == 2
     assert err.startswith("jaxspec: run.jsonl: holds another run")
+    assert "flag seed is 0 there and 1 here" in err
+    # One prompt of the two would be given the first one's seed.
+    prompts = Path(args[args.index("--prompt-file") + 1])
+    alone = place / "alone.jsonl"
+    alone.write_text((place / prompts).read_text("utf-8").splitlines()[1] + "\n", "utf-8")
+    status, _, err = run(*(str(alone) if arg == str(prompts) else arg for arg in args))
+    assert status == 2 and "flag prompts is" in err
 
 
 def test_plain_decoding_gives_the_same_tokens_and_stops_where_told(run, place):
@@ -236,7 +243,7 @@ def test_settings_of_a_prompt_and_of_the_run(run, place):
     (place / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
     status, _, err = run(*args)
     assert status == 2
-    assert "request '1' in it has another sampling than the one given now" in err
+    assert "holds another run" in err and "flag prompts is" in err
 
 
 def test_a_stop_id_ends_it(run):

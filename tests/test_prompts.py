@@ -53,7 +53,6 @@ def test_plain_text_without_a_last_newline_or_with_windows_ones(tmp_path):
             {"from": "gpt", "value": "g"}]},
          {"id": "7", "messages": ({"role": "system", "content": "s"},
                                   {"role": "user", "content": "h"})}),
-        ({"prompt": "a", "messages": []}, {"text": "a"}),
         ({"messages": [{"role": "user", "content": "hi"}], "thinking": False,
           "tools": [{"type": "function"}]},
          {"messages": ({"role": "user", "content": "hi"},), "thinking": False,
@@ -236,3 +235,19 @@ def test_what_is_no_unicode_is_refused():
     for text in ("caf\udce9", json.loads('"\\ud83d"')):
         with pytest.raises(InputError, match=r"the prompt: text that is not Unicode.*surrogates"):
             encode_prompts([Prompt("0", text=text)], load_tokenizer(SHIPPED_TARGET))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a", "temperature": 5}', "'temperature' stands beside the prompt"),
+        ('{"prompt": "a", "messages": []}', "both 'prompt' and 'messages'"),
+        ('{"prompt": "a", "thinking": true}', "stand beside 'messages', not 'prompt'"),
+        ('{"question": "a", "tools": []}', "stand beside 'messages', not 'question'"),
+    ],
+)
+def test_keys_that_nothing_would_read(tmp_path, line, message):
+    path = tmp_path / "p.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(InputError, match=message):
+        read_prompts(path)

@@ -74,7 +74,7 @@ def test_a_request_that_failed_is_in_it(tmp_path):
     [
         (
             {"flags": {"tree": "1x1x2"}},
-            "flags is {'tree': '3x1x4'} there and {'tree': '1x1x2'} here",
+            "flag tree is '3x1x4' there and '1x1x2' here",
         ),
         ({"target_hash": "2"}, "target_hash is '1' there and '2' here"),
         ({"extra": 1}, "extra is None there and 1 here"),
