@@ -62,8 +62,8 @@ def read_prompts(path: Path) -> list[Prompt]:
     """The prompts of a file: plain text, one a line, or JSON lines, one object a line.
 
     A file is JSON lines if its name says so (.jsonl, .ndjson, .json) or its first line is an
-    object with a prompt in it. Of an object, the first of these keys counts: `prompt` or
-    `messages`, not both, `conversations` (ShareGPT), `turns` (MT-bench), `question` (GSM8K); `id` or
+    object with a prompt in it. Of an object, the first of these keys counts: `prompt` or else
+    `messages`, `conversations` (ShareGPT), `turns` (MT-bench), `question` (GSM8K); `id` or
     `question_id`, and `category`, are kept. A conversation is taken up to its last turn that is
     not the assistant's, and of `turns` the first: what follows is what the model is to write.
     `tools` and `thinking` stand beside messages; `sampling` is an object of `SETTINGS`.
