@@ -15,7 +15,14 @@ from jaxspec.convert.configs import WRAPPER
 from jaxspec.convert.problems import Problems
 from jaxspec.kernels.expert_matmul.packing import GROUP
 
-__all__ = ["IDS", "WRAPPER_ARCHITECTURE", "draft_json", "speculators_json", "target_json"]
+__all__ = [
+    "IDS",
+    "PACKED_INT4",
+    "WRAPPER_ARCHITECTURE",
+    "draft_json",
+    "speculators_json",
+    "target_json",
+]
 
 PACKED_INT4 = {
     "quant_method": "compressed-tensors",

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.dims import typed
 
-__all__ = ["DraftCache", "KeyValues", "Latents", "Stripe", "commit"]
+__all__ = ["DraftCache", "KeyValues", "Latents", "Stripe", "commit", "with_earlier"]
 
 
 @functools.partial(
@@ -102,3 +102,14 @@ def commit[Cache: Latents | KeyValues](
         return slots.at[..., batch, slot_BP, :].set(picked, mode="drop", unique_indices=True)
 
     return jax.tree.map(scatter, cache, rows)
+
+
+def with_earlier[Cache: Latents | KeyValues](
+    rows: Cache, earlier: Cache | None, layer: jax.Array | int
+) -> Cache:
+    """A layer's rows of this call after those of earlier calls, which hold all layers."""
+    if earlier is None:
+        return rows
+    return jax.tree.map(
+        lambda before, new: jnp.concatenate([before[layer], new], axis=-2), earlier, rows
+    )

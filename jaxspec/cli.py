@@ -15,6 +15,7 @@ import typer
 from jaxspec.aliases import CacheLayout, Convention, Dtype
 from jaxspec.cli_compare import compare
 from jaxspec.cli_export import export
+from jaxspec.cli_plan import plan
 from jaxspec.errors import InputError
 from jaxspec.flags import (
     DEFAULT_TREE,
@@ -405,94 +406,6 @@ def inspect(
     print(json.dumps(found.to_dict()) if as_json else describe(found))
 
 
-@app.command()
-def plan(
-    *,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR|config.json",
-            help="Config of a target, with or without its weights. Default: Kimi-K2.5's, which "
-            "ships.",
-        ),
-    ] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR|config.json|none",
-            help="Likewise, of a draft. Default: that of a published Llama-type draft for "
-            "Kimi-K2.5, which ships.",
-        ),
-    ] = None,
-    mesh: Annotated[
-        str,
-        typer.Option(
-            metavar="DATAxMODEL",
-            help="H200s: DATA groups of them share the sequences, the MODEL devices of a group "
-            "every layer.",
-        ),
-    ] = "1x8",
-    cache: CacheFlag = None,
-    tree: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="LEVELSxBRANCHESxNODES",
-            help=f"Shape of the draft tree; may be repeated. Default: {DEFAULT_TREE}.",
-        ),
-    ] = None,
-    batch_size: Annotated[int, typer.Option(help="Sequences at a time, all groups together.")] = 1,
-    context_length: Annotated[
-        int, typer.Option(metavar="N", help="Tokens of each sequence, all of them cached.")
-    ] = 32768,
-    assume: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=NUMBER",
-            help="In place of an assumption that is printed; may be repeated. Default: none.",
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="F.png", help="Picture of speed and time. Default: none."),
-    ] = None,
-    as_json: JsonFlag = False,
-) -> None:
-    """Will it fit, and what will it cost: the full-size step, compiled for H200s without one.
-
-    Needs the CUDA wheels and no GPU. Exit status 1 if it does not fit.
-    """
-    # What does not fit is said below; XLA's own remarks about it would stand before that.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    from jaxspec.config import TreeConfig
-    from jaxspec.console import Display
-    from jaxspec.hardware import Assumptions
-    from jaxspec.plan import plan as run
-    from jaxspec.plan_models import PlanConfig
-    from jaxspec.plan_view import check_picture, draw, show
-
-    if draft == "none" and tree:
-        raise InputError("--draft none decodes plainly: there is no tree to give a shape to")
-    trees = () if draft == "none" else tuple(map(TreeConfig.parse, tree or [DEFAULT_TREE]))
-    if plot is not None:
-        check_picture(plot)
-    grid = _mesh(mesh, cache)
-    assert grid is not None, "it has a default"
-    assumed = Assumptions().replaced(assume or ())
-    config = PlanConfig(target, draft, grid, trees, batch_size, context_length, assumed)
-    with Display() as display:
-        report = run(config, display.waiting)
-    if plot is not None:
-        draw(report, plot)
-    if as_json:
-        print(json.dumps(report.to_dict()))
-    else:
-        from rich.console import Console
-
-        show(report, Console())
-    if not (report.fits and report.agrees):
-        raise typer.Exit(1)
-
-
 def _inspect_features(
     path: Path, target: str | None, as_json: bool, compile_cache: str | None
 ) -> None:
@@ -631,8 +544,8 @@ def _tree(
     return tree
 
 
-app.command()(export)
-app.command()(compare)
+for command in (plan, export, compare):
+    app.command()(command)
 
 
 def main() -> None:

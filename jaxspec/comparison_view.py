@@ -6,6 +6,7 @@ import numpy as np
 from rich.table import Table
 
 from jaxspec.errors import InputError
+from jaxspec.picture import save_picture
 from jaxspec.record_findings import ArrayComparison, RecordComparison
 from jaxspec.run_comparison import Estimate, RunComparison
 
@@ -124,7 +125,7 @@ def plot_records(found: RecordComparison, path: Path) -> None:
     choices.set_ylabel("other experts")
     choices.set_ylim(0, max([*shares, 0.01]) * 1.1)
     choices.set_xlabel("boundary (bars: the layer between two)")
-    _save(figure, path)
+    save_picture(figure, path)
 
 
 def plot_runs(found: RunComparison, path: Path) -> None:
@@ -167,14 +168,7 @@ def plot_runs(found: RunComparison, path: Path) -> None:
     lengths.axvline(0, color="grey", linewidth=0.8)
     lengths.set_yticks(list(y), [group.name for group in groups])
     lengths.set_xlabel("accept_length, a - b, 95 %")
-    _save(figure, path)
-
-
-def _save(figure, path: Path) -> None:
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise InputError(f"--plot {path}: cannot be written ({error})") from error
+    save_picture(figure, path)
 
 
 def _figure(value: float) -> str:

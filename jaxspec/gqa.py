@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxspec.cache import KeyValues
+from jaxspec.cache import KeyValues, with_earlier
 from jaxspec.config import LlamaDraftConfig, Numerics
 from jaxspec.dims import typed
 from jaxspec.kernels.gqa_attention import gqa_attention
@@ -56,11 +56,7 @@ class GroupedAttention(nnx.Module):
             lambda x_BTNH: jnp.moveaxis(x_BTNH, 2, 0),
             KeyValues(rotate(project(self.key), angles, kind), project(self.value)),
         )
-        seen = rows
-        if earlier is not None:
-            seen = jax.tree.map(
-                lambda before, new: jnp.concatenate([before[layer], new], axis=-2), earlier, rows
-            )
+        seen = with_earlier(rows, earlier, layer)
         mixed_BTNH = gqa_attention(
             q_BTNH, cache.key, cache.value, layer, at.kv_len, seen.key, seen.value, at.sees
         )

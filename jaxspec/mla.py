@@ -7,12 +7,11 @@ mixture of values is v_up of the mixture of latents. Nothing per head is ever ca
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.cache import Latents
+from jaxspec.cache import Latents, with_earlier
 from jaxspec.collectives import attend_latents, padded_slots
 from jaxspec.config import LatentSizes, Numerics
 from jaxspec.dims import typed
@@ -91,11 +90,7 @@ class LatentAttention(nnx.Module):
         latent_BTC, k_rope_BTR = jnp.split(x_BTA @ self.kv_a[...], [c.kv_lora_rank], axis=-1)
         rotary_BTR = rotate(k_rope_BTR[:, :, None], angles, c.rotary.kind)[:, :, 0]
         rows = Latents(self.kv_a_norm(latent_BTC), rotary_BTR)
-        seen = rows
-        if earlier is not None:
-            seen = jax.tree.map(
-                lambda before, new: jnp.concatenate([before[layer], new], axis=-2), earlier, rows
-            )
+        seen = with_earlier(rows, earlier, layer)
         mixed_BTNC = attend_latents(
             self.numerics.mesh,
             q_latent_BTNC,

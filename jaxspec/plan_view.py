@@ -6,13 +6,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec.errors import InputError
 from jaxspec.hardware import NODE
+from jaxspec.picture import save_picture
 from jaxspec.plan_report import PlanReport, ProgramPlan, accept_lengths, in_units
 
-__all__ = ["check_picture", "draw", "show"]
+__all__ = ["draw", "show", "verdict"]
 
-FORMATS = (".png", ".svg", ".pdf")
 GREY = "0.45"
 
 
@@ -184,17 +183,8 @@ def _assumptions(report: PlanReport) -> Table:
     return table
 
 
-def check_picture(path: Path) -> None:
-    """Raises InputError where no picture can be written."""
-    if path.suffix not in FORMATS:
-        raise InputError(f"--plot {path}: expected a file that ends in {', '.join(FORMATS)}")
-    if not path.parent.is_dir():
-        raise InputError(f"--plot {path}: there is no directory {path.parent}")
-
-
 def draw(report: PlanReport, path: Path) -> None:
     """Writes the picture: tokens per second by accept_length, and where a step's time goes."""
-    from matplotlib import rc_context
     from matplotlib.figure import Figure  # no window, and no state that other code shares
 
     figure = Figure(figsize=(12, 4.8), layout="constrained")
@@ -246,5 +236,4 @@ def draw(report: PlanReport, path: Path) -> None:
         x=0.01,
         ha="left",
     )
-    with rc_context({"svg.fonttype": "none"}):  # text stays text
-        figure.savefig(path, dpi=150)
+    save_picture(figure, path)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 __all__ = [
     "F32_TOLERANCE",
@@ -15,7 +15,7 @@ __all__ = [
 ]
 
 Kind = Literal["boundary", "features", "router", "logits", "draft"]
-KINDS: tuple[Kind, ...] = ("boundary", "features", "router", "logits", "draft")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 F32_TOLERANCE = 1e-5
 """Relative error of a row between two programs in f32."""
 CLEARLY = 1.5

@@ -19,10 +19,11 @@ from jaxspec.config import MeshConfig, Numerics, TreeConfig
 from jaxspec.environment import KIMI_DRAFT_CONFIG, KIMI_TARGET_CONFIG
 from jaxspec.errors import InputError
 from jaxspec.hardware import Assumptions
+from jaxspec.picture import check_picture
 from jaxspec.plan import plan, what_runs
 from jaxspec.plan_models import PlanConfig, abstract_models
 from jaxspec.plan_report import Exchange, Memory, PlanReport, ProgramPlan
-from jaxspec.plan_view import check_picture, draw, show
+from jaxspec.plan_view import draw, show
 from jaxspec.sharding import held_bytes, spec_of
 from jaxspec.step import empty_state
 from jaxspec.traffic import Work

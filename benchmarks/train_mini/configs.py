@@ -6,35 +6,7 @@ import draft
 import target
 import tokenizer
 
-QUANTIZATION = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "quantization_status": "compressed",
-    "kv_cache_scheme": None,
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "input_activations": None,
-            "output_activations": None,
-            "weights": {
-                "num_bits": 4,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "group",
-                "group_size": 32,
-                "actorder": None,
-                "dynamic": False,
-                "observer": "minmax",
-            },
-        }
-    },
-    "ignore": [
-        "lm_head",
-        "re:.*self_attn.*",
-        "re:.*shared_experts.*",
-        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
-    ],
-}
+from jaxspec.convert.export_configs import PACKED_INT4
 
 
 def max_length(config: target.Config) -> int:
@@ -46,7 +18,7 @@ def target_json(config: target.Config) -> dict:
     """Returns the target's config.json: the wrapper's, with the text model's nested in it."""
     specials = tokenizer.special_tokens(config.vocab_size - tokenizer.NUM_SPECIAL)
     ids = {f"{key}_token_id": specials[f"[{key.upper()}]"] for key in ("bos", "eos", "pad")}
-    shared = {"tie_word_embeddings": False, "quantization_config": QUANTIZATION} | ids
+    shared = {"tie_word_embeddings": False, "quantization_config": PACKED_INT4} | ids
     own = ("rope_factor", "rope_original_length", "group_size")
     text = {k: v for k, v in dataclasses.asdict(config).items() if k not in own} | {
         "architectures": ["DeepseekV3ForCausalLM"],
