@@ -19,12 +19,12 @@ from flax import nnx
 from jax.stages import Compiled
 
 from jaxspec.aliases import PathLike
-from jaxspec.config import MeshConfig, TreeConfig
+from jaxspec.config import LlamaDraftConfig, MeshConfig, TreeConfig
 from jaxspec.draft import Draft
 from jaxspec.errors import InputError
 from jaxspec.generator import GenerateConfig
 from jaxspec.hlo import Run, runs
-from jaxspec.kernels.gqa_attention import num_turns
+from jaxspec.kernels.gqa_attention import ROW, num_turns
 from jaxspec.plan_compile import absent_devices, compile_prefill, compile_step
 from jaxspec.plan_models import PlanConfig, abstract_models
 from jaxspec.plan_report import Exchange, Memory, PlanReport, ProgramPlan
@@ -120,7 +120,7 @@ def _read(
     assert mesh is not None, "a plan has one"
     tokens = shape.batch // mesh.data * shape.nodes
     routed = tokens, c.n_routed_experts, c.num_experts_per_tok
-    done = what_runs(hlo, shape.kv_len)
+    done = what_runs(hlo, shape.kv_len, _row_width(draft, mesh))
     kernels = [run for run in done if not run.is_collective and run.opcode != "while"]
     return ProgramPlan(
         tree=None if shape.tree is None else str(shape.tree),
@@ -138,11 +138,14 @@ def _read(
     )
 
 
-def what_runs(hlo: str, slots: int) -> list[Run]:
+def what_runs(hlo: str, slots: int, row_width: int = ROW) -> list[Run]:
     """What a compiled `step.decode` has a device do in one step, every sequence `slots` long.
 
     XLA does not know how often two kinds of loops turn: the one over steps, which is outermost,
     and the draft's attention over the filled part of its cache, a block of slots at a time.
+
+    Args:
+      row_width: see `num_turns`.
 
     Raises:
       ValueError: there is a third kind, which these counts would be wrong about.
@@ -154,9 +157,16 @@ def what_runs(hlo: str, slots: int) -> list[Run]:
             return 1
         if phases[0] not in ("propose", "extend"):
             raise ValueError(f"a loop that nobody knows the turns of: {scope}")
-        return num_turns(slots, slots)
+        return num_turns(slots, slots, row_width)
 
     return runs(hlo, turns)
+
+
+def _row_width(draft: Draft | None, mesh: MeshConfig) -> int:
+    """Of the keys of one slot that a device holds; no other draft has a loop over them."""
+    if draft is None or not isinstance(draft.config, LlamaDraftConfig):
+        return ROW
+    return draft.config.num_key_value_heads // mesh.model * draft.config.head_dim
 
 
 def phase_of(run: Run) -> str:

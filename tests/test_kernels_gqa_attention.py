@@ -90,6 +90,7 @@ def test_turns_are_few():
     assert [kernel.num_turns(length, 130) for length in KV_LEN] == [0, 1, 1, 1, 2, 3]
     assert [kernel.num_turns(length, 32768) for length in (1, 2048, 2049, 32768)] == [1, 1, 2, 16]
     assert kernel.num_turns(33000, 33000) == 16
+    assert kernel.num_turns(32768, 32768, row_width=64 * 128) == 128, "on one device: all heads"
 
 
 def test_more_rows_than_queries():

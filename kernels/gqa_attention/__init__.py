@@ -6,22 +6,28 @@ from jax import lax
 
 from jaxspec.kernels.online_softmax import Part, attend, merge, over_prefix
 
-__all__ = ["gqa_attention", "num_turns"]
+__all__ = ["ROW", "gqa_attention", "num_turns"]
 
-BLOCK, MOST_TURNS = 256, 16
+BLOCK, MOST_TURNS, ROW = 256, 16, 1024
 """The cache is read so many slots at a time, or more: on a GPU, a turn of that loop is a dozen
 small kernels and a look of the host at its condition. 128 turns, three times a step, would be 14 ms
-at 32k slots on an H200, as `jaxspec plan` predicts it."""
+at 32k slots on an H200, as `jaxspec plan` predicts it. But XLA copies a block before it is used, so
+that one whose rows are wider than `ROW` (keys of eight heads of 128) has as many slots fewer."""
 
 
-def _block(slots: int) -> int:
+def _block(slots: int, row_width: int) -> int:
     """Slots in a turn of the loop over the filled part of a cache of so many."""
-    return min(slots, max(BLOCK, -(-slots // MOST_TURNS)))
+    turns = MOST_TURNS * max(1, -(-row_width // ROW))
+    return min(slots, max(BLOCK, -(-slots // turns)))
 
 
-def num_turns(kv_len: int, slots: int) -> int:
-    """Turns of that loop, when the longest sequence has filled `kv_len` of its slots."""
-    return -(-kv_len // _block(slots))
+def num_turns(kv_len: int, slots: int, row_width: int = ROW) -> int:
+    """Turns of that loop, when the longest sequence has filled `kv_len` of its slots.
+
+    Args:
+      row_width: of the keys of one slot, all heads together that a device holds.
+    """
+    return -(-kv_len // _block(slots, row_width))
 
 
 def gqa_attention(
@@ -88,7 +94,8 @@ def gqa_attention(
 
     rows = (kv_heads, batch, tokens, group)
     empty = Part(jnp.zeros((*rows, width), jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32))
-    prefix = over_prefix(part_of_block, kv_len_B, slots=slots, block=_block(slots), empty=empty)
+    block = _block(slots, kv_heads * width)
+    prefix = over_prefix(part_of_block, kv_len_B, slots=slots, block=block, empty=empty)
     if sees_BTT is None:
         sees_BTT = jnp.tri(tokens, dtype=bool)[None]
     whole = merge(prefix, part(new_key_NBTH, new_value_NBTH, sees_BTT))
