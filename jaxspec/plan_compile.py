@@ -29,7 +29,7 @@ from jaxspec.step import (
 )
 from jaxspec.target import Target
 
-__all__ = ["absent_devices", "compile_prefill", "compile_step"]
+__all__ = ["NO_AUTOTUNING", "absent_devices", "compile_prefill", "compile_step"]
 
 NO_AUTOTUNING = {"xla_gpu_autotune_level": 0}  # there is nothing to time kernels on
 

@@ -13,9 +13,9 @@ from flax import nnx
 from jaxspec.aot import h200s
 from jaxspec.config import MeshConfig, Numerics, TreeConfig
 from jaxspec.hlo import Write, collectives, loop_writes
-from jaxspec.sharding import Devices, specs_of
-from jaxspec.step import Settings, compiler_options, decode
-from tests.full_size import abstract_draft, abstract_inputs, abstract_target
+from jaxspec.plan_compile import NO_AUTOTUNING, absent_devices, compile_step
+from jaxspec.step import compiler_options
+from tests.full_size import abstract_draft, abstract_target
 
 pytestmark = [
     pytest.mark.sm90,
@@ -41,21 +41,9 @@ def compiled_decode(case: Case):
     mesh = MeshConfig(1, case.devices)
     numerics = Numerics(implementation=case.implementation, mesh=mesh)
     target, draft = abstract_target(6, numerics), abstract_draft(32000, (1, 3, 5), numerics)
-    graph, params, state = abstract_inputs(target, draft, case.batch, SLOTS)
-    capture = target.boundaries((1, 3, 5), "this test")
-    settings = Settings(TreeConfig(3, 4, NODES), capture, 128)
-
-    def program(params, state, max_steps):
-        return decode(*nnx.merge(graph, params), state, max_steps, settings)
-
-    grid = h200s(case.devices).devices.reshape(mesh.data, mesh.model)
-    devices = Devices(mesh, jax.sharding.Mesh(grid, ("data", "model")))
-    arguments = params, state, jax.ShapeDtypeStruct((), jnp.int32)
-    specs = specs_of(arguments, mesh)
-    program = jax.jit(devices.spread(program, specs, specs[1]), donate_argnums=1)
-    arguments = devices.shapes(arguments)
-    options = {"xla_gpu_autotune_level": 0} | compiler_options("gpu")
-    return program.lower(*arguments).compile(options), arguments
+    devices, tree = absent_devices(mesh), TreeConfig(3, 4, NODES)
+    compiled, state = compile_step(devices, target, draft, tree, case.batch, SLOTS)
+    return compiled, devices.shapes((nnx.state((target, draft)), state))
 
 
 CASES = pytest.mark.parametrize(
@@ -107,7 +95,7 @@ def copies_of_weights(compiled, stacks) -> list[Write]:
 
 @CASES
 def test_layers_weights_are_read_where_they_lie(case):
-    compiled, (params, _, _) = compiled_decode(case)
+    compiled, (params, _) = compiled_decode(case)
     stacks = [x for path, x in jax.tree.leaves_with_path(params) if "'sparse'" in str(path)]
     assert stacks and not copies_of_weights(compiled, stacks)
 
@@ -123,8 +111,7 @@ def test_a_copied_weight_is_seen():
 
     lowered = jax.jit(layers).lower(x, stack)
     copying, reading = (
-        lowered.compile({"xla_gpu_autotune_level": 0} | options)
-        for options in ({}, compiler_options("gpu"))
+        lowered.compile(NO_AUTOTUNING | options) for options in ({}, compiler_options("gpu"))
     )
     assert copies_of_weights(copying, [stack])
     assert not copies_of_weights(reading, [stack])
@@ -132,7 +119,7 @@ def test_a_copied_weight_is_seen():
 
 @CASES
 def test_the_state_is_updated_in_place(case):
-    compiled, (_, state, _) = compiled_decode(case)
+    compiled, (_, state) = compiled_decode(case)
     memory = compiled.memory_analysis()
     state_bytes = sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
