@@ -99,22 +99,20 @@ def _mosaic_and_earlier_rows(
     """The kernel over the cache and the queries' own rows; earlier rows, a few, by plain XLA."""
     num_earlier = new_latent.shape[1] - q_latent.shape[1]
     own = None if sees is None else sees[:, :, num_earlier:]
-    kernel = Part(
-        *mla_attention_mosaic(
-            q_latent,
-            q_rotary,
-            latent,
-            rotary,
-            layer,
-            kv_len,
-            new_latent[:, num_earlier:],
-            new_rotary[:, num_earlier:],
-            own,
-            scale=scale,
-        )
+    out, lse = mla_attention_mosaic(
+        q_latent,
+        q_rotary,
+        latent,
+        rotary,
+        layer,
+        kv_len,
+        new_latent[:, num_earlier:],
+        new_rotary[:, num_earlier:],
+        own,
+        scale=scale,
     )
     if not num_earlier:
-        return kernel
+        return out, lse
     assert sees is not None, "checked: more rows than queries come with a mask"
     earlier = over_rows(
         q_latent,
@@ -124,7 +122,7 @@ def _mosaic_and_earlier_rows(
         sees[:, :, None, :num_earlier],
         scale=scale,
     )
-    out, lse = merge(Part(kernel.out.astype(jnp.float32), kernel.lse), earlier)
+    out, lse = merge(Part(out.astype(jnp.float32), lse), earlier)
     return out.astype(q_latent.dtype), lse
 
 
