@@ -194,7 +194,8 @@ def _comments(schema: Any, indent: str) -> list[str]:
 
 def _enum(schema: dict[str, Any]) -> str:
     """Its values; null fits every type, and a type that is stated has to fit the others."""
-    kind, values = schema.get("type"), schema["enum"]
+    kind: Any = schema.get("type")
+    values = schema["enum"]
     if isinstance(kind, list):
         if not (len(kind) == 1 or (len(kind) == 2 and "null" in kind)):
             raise ValueError(f"an enum of types {kind}")
