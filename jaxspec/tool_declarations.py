@@ -162,8 +162,8 @@ class _Declaration:
         if reference == "#":
             self.is_recursive = True
             return "parameters"
-        place, _, name = reference.rpartition("/")
-        if not place.startswith("#/$defs") or name not in self.definitions:
+        name = reference.rpartition("/")[2]
+        if not reference.startswith("#/$defs/") or name not in self.definitions:
             raise ValueError(f"no definition {reference}")
         return name
 
