@@ -358,7 +358,7 @@ def _served(
         if isinstance(pair, Prepared):
             written = pair.source.config
     layout = "speculators" if "speculators_model_type" in written else "specforge"
-    ids = written.get("eagle_config", written).get(IDS) or written.get(IDS)
+    ids = (written.get("eagle_config") or {}).get(IDS) or written.get(IDS)
     of_draft = None if is_draft is None else is_draft.config
     assert of_draft is None or isinstance(of_draft, DraftConfig), "a pair has been checked"
     return launch_lines(target, draft, config.tree, layout, of_draft, ids)
