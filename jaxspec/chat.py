@@ -48,6 +48,7 @@ def render_chat(
     variables: dict[str, Any],
     tools: Sequence[Any] = (),
     thinking: bool | None = None,
+    begins_reply: bool = True,
 ) -> list[tuple[str, bool]]:
     """The conversation as pieces of (text, whether it is a control token), with the reply begun.
 
@@ -62,6 +63,7 @@ def render_chat(
       variables: what else the template may read (`bos_token` and the like).
       tools: that the messages may call, in the form the template wants.
       thinking: its variable of that name; None leaves it undefined.
+      begins_reply: whether the reply is begun; a conversation that is over has all of its own.
 
     Raises:
       InputError: messages that `check_messages` refuses; the template is not Jinja, or refuses
@@ -88,7 +90,7 @@ def render_chat(
         read = jinja2.meta.find_undeclared_variables(environment.parse(template))
         rendered = environment.from_string(template).render(
             messages=_translated(messages, to_mask),
-            add_generation_prompt=True,
+            add_generation_prompt=begins_reply,
             **variables,
             **_translated(asked, to_mask),
         )

@@ -16,6 +16,7 @@ from jaxspec.aliases import CacheLayout, Convention, Dtype
 from jaxspec.cli_compare import compare
 from jaxspec.cli_export import export
 from jaxspec.cli_plan import plan
+from jaxspec.cli_train import train_draft
 from jaxspec.errors import InputError
 from jaxspec.flags import (
     DEFAULT_TREE,
@@ -423,10 +424,9 @@ def _inspect_features(
 
 
 def _start_jax(compile_cache: str | None) -> None:
-    from jaxspec.environment import default_compile_cache, use_compile_cache
+    from jaxspec.environment import start_jax
 
-    if compile_cache != "none":
-        use_compile_cache(Path(compile_cache) if compile_cache else default_compile_cache())
+    start_jax(compile_cache)
 
 
 def _models(
@@ -544,7 +544,7 @@ def _tree(
     return tree
 
 
-for command in (plan, export, compare):
+for command in (plan, export, compare, train_draft):
     app.command()(command)
 
 

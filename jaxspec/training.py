@@ -385,7 +385,8 @@ class Trainer:
             state.trained, target_params, fixed, batch
         )
         norm = optax.tree.norm(gradient)
-        updates, optimizer = self._optimizer.update(gradient, state.optimizer, state.trained)
+        with jax.numpy_dtype_promotion("standard"):  # optax's counts are integers among floats
+            updates, optimizer = self._optimizer.update(gradient, state.optimizer, state.trained)
         learnt = TrainState(optax.apply_updates(state.trained, updates), optimizer)
         is_good = jnp.isfinite(loss) & jnp.isfinite(norm)
         kept = jax.tree.map(lambda new, old: jnp.where(is_good, new, old), learnt, state)

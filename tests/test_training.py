@@ -15,12 +15,11 @@ import pytest
 from flax import nnx
 
 from jaxspec.checkpoint import load_draft
-from jaxspec.contracts import ContractError, Features
+from jaxspec.contracts import Features
 from jaxspec.convert.export import tensors_of_draft
 from jaxspec.convert.problems import Problems
 from jaxspec.draft import Borrowed
-from jaxspec.errors import InputError
-from jaxspec.training import Batch, LossConfig, OptimizerConfig, Trainer, draft_loss
+from jaxspec.training import LossConfig, draft_loss
 from tests import draft_kinds, make_checkpoint, tiny, torch_reference
 from tests.reference import formulas
 from tests.reference.draft import ReferenceDraft

@@ -2,8 +2,8 @@
 
     python draft_step.py DIR --inputs I.safetensors --out O.safetensors --steps 3 --decay 0.8
 
-The inputs are of one sequence: `tokens` [T], `features` [T,G], `logits` [T,U], the target's over the
-draft's vocabulary, and `is_learned` [T] bool, whether the target's distribution at a position
+The inputs are of one sequence: `tokens` [T], `features` [T,G], `logits` [T,U], the target's over
+the draft's vocabulary, and `is_learned` [T] bool, whether the target's distribution at a position
 counts. The output holds `loss` (Kullback-Leibler, the weighted sum of the steps) and the gradient
 of every tensor of the draft's directory, under its name there.
 """
