@@ -130,7 +130,8 @@ def train_draft(
 
     Exit status 1: the loss was no number, and training stopped.
     """
-    if (data is None) == (tokens is None):
+    source = data or tokens
+    if source is None or (data and tokens):
         raise InputError("give --data or --tokens, one of the two")
     from jaxspec.environment import start_jax
     from jaxspec.picture import check_picture
@@ -184,7 +185,7 @@ def train_draft(
             samples = read_samples(path, tokenizer, model.config, tokens is not None)
             return Windows.of(samples, length, vocab_size)
 
-        learned = windows(data or tokens)
+        learned = windows(source)
         if heldout is None:
             learned, held_out = _split(learned)
         else:

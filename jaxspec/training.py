@@ -154,9 +154,6 @@ class Sums:
     num_right: Any
     count: Any
 
-    def __add__(self, other: "Sums") -> "Sums":
-        return jax.tree.map(lambda a, b: np.concatenate([a, b], axis=1), self, other)
-
     def mean(self, name: Literal["loss", "num_right"]) -> list[float | None]:
         """Per position, step by step; None where no position counts."""
         totals, counts = np.asarray(getattr(self, name)).sum(1), np.asarray(self.count).sum(1)
@@ -387,7 +384,8 @@ class Trainer:
         norm = optax.tree.norm(gradient)
         with jax.numpy_dtype_promotion("standard"):  # optax's counts are integers among floats
             updates, optimizer = self._optimizer.update(gradient, state.optimizer, state.trained)
-        learnt = TrainState(optax.apply_updates(state.trained, updates), optimizer)
+        trained: Any = optax.apply_updates(state.trained, updates)
+        learnt = TrainState(trained, optimizer)
         is_good = jnp.isfinite(loss) & jnp.isfinite(norm)
         kept = jax.tree.map(lambda new, old: jnp.where(is_good, new, old), learnt, state)
         largest = {name: jnp.abs(leaf).max() for name, leaf in gradient.items()}

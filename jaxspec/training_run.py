@@ -8,7 +8,6 @@ import dataclasses
 import json
 import shutil
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -402,7 +401,7 @@ def _evaluate(
 
 
 def _what_failed(
-    batch: int, report: StepReport, learned: Windows, rows: Sequence[int], out: Path
+    batch: int, report: StepReport, learned: Windows, rows: np.ndarray, out: Path
 ) -> str:
     """Where a loss or gradient stopped being finite."""
     per_row = np.asarray(report.sums.loss).sum(0)

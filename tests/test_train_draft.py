@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -36,6 +37,14 @@ CONFIG = TrainConfig(
     evaluate_every=4,
     acceptance=AcceptanceConfig(num_prompts=0),
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_optimisation():
+    """Half the time to compile."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +90,7 @@ def test_what_a_run_leaves(whole, target, windows):
     assert (again.head_dim, again.draft_vocab_size, again.has_embedding) == (16, 20, False)
 
 
+@pytest.mark.slow
 def test_interrupted_it_goes_on_to_the_same_bits(whole, target, windows, tmp_path):
     def interrupt(_: str, done: int, __: int) -> None:
         if done == 6:  # two batches after the checkpoint, and amid an accumulation
@@ -99,6 +109,7 @@ def test_interrupted_it_goes_on_to_the_same_bits(whole, target, windows, tmp_pat
         run(target, windows, tmp_path, other)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_stops_it(target, windows, tmp_path):
     """The batch, the sample and the largest gradient are named, the state before is kept."""
     wild = OptimizerConfig(learning_rate=1e30, num_batches=6, warm_up=0, accumulate=1)
