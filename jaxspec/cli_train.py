@@ -147,10 +147,12 @@ def train_draft(
     from jaxspec.console import Display
     from jaxspec.environment import SHIPPED_TARGET
     from jaxspec.fresh_draft import DraftShape
+    from jaxspec.optimizer import OptimizerConfig
     from jaxspec.tokenizer import load_tokenizer
-    from jaxspec.training import LossConfig, OptimizerConfig
+    from jaxspec.training import LossConfig
+    from jaxspec.training_acceptance import AcceptanceConfig
     from jaxspec.training_data import Windows, read_samples
-    from jaxspec.training_run import AcceptanceConfig, TrainConfig, train
+    from jaxspec.training_run import TrainConfig, train
 
     config = TrainConfig(
         LossConfig(num_steps, step_weight, labels),

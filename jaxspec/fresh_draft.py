@@ -116,7 +116,10 @@ def _config(target: Target, shape: DraftShape, num_ids: int) -> DraftConfig:
     else:
         kind = LlamaDraftConfig
         heads = sizes.get("num_attention_heads", t.num_attention_heads)
-        common |= {"num_key_value_heads": heads, "head_dim": t.hidden_size // max(heads, 1)}
+        common |= {
+            "num_key_value_heads": heads,
+            "head_dim": t.hidden_size // max(heads, 1) // 2 * 2,
+        }
     known = {field.name for field in dataclasses.fields(kind)} - set(BY_TARGET)
     if strange := sizes.keys() - known:
         raise InputError(

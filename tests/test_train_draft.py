@@ -17,10 +17,12 @@ from jaxspec import cli
 from jaxspec.checkpoint import load_draft, load_target
 from jaxspec.errors import InputError
 from jaxspec.fresh_draft import DraftShape, fresh_draft
+from jaxspec.optimizer import OptimizerConfig
 from jaxspec.tokenizer import load_tokenizer
-from jaxspec.training import LossConfig, OptimizerConfig
+from jaxspec.training import LossConfig
+from jaxspec.training_acceptance import AcceptanceConfig
 from jaxspec.training_data import Sample, Windows, read_samples
-from jaxspec.training_run import AcceptanceConfig, TrainConfig, train
+from jaxspec.training_run import TrainConfig, train
 from tests import make_checkpoint, tiny
 from tests.tiny_tokenizer import write_tokenizer
 
