@@ -1,5 +1,6 @@
 """`jaxspec train-draft`: its flags, and the models and data that they name."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -49,6 +50,13 @@ def train_draft(
     tokens: Annotated[
         Path | None,
         typer.Option(metavar="F", help="JSON list of lists of ids, in place of --data."),
+    ] = None,
+    features: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="What `jaxspec record --features` wrote, in place of --data.",
+        ),
     ] = None,
     heldout: Annotated[
         Path | None,
@@ -130,9 +138,14 @@ def train_draft(
 
     Exit status 1: the loss was no number, and training stopped.
     """
-    source = data or tokens
-    if source is None or (data and tokens):
-        raise InputError("give --data or --tokens, one of the two")
+    source = data or tokens or features
+    if source is None or sum(one is not None for one in (data, tokens, features)) > 1:
+        raise InputError("give one of --data, --tokens and --features")
+    if features is not None and (heldout is not None or capture is not None):
+        raise InputError(
+            "--features say themselves which boundaries they are, and the last windows of theirs "
+            "are held out: leave out --heldout and --capture"
+        )
     from jaxspec.environment import start_jax
     from jaxspec.picture import check_picture
 
@@ -146,6 +159,7 @@ def train_draft(
     from jaxspec.config import Numerics, TreeConfig
     from jaxspec.console import Display
     from jaxspec.environment import SHIPPED_TARGET
+    from jaxspec.features import FeaturesDirectory
     from jaxspec.fresh_draft import DraftShape
     from jaxspec.optimizer import OptimizerConfig
     from jaxspec.tokenizer import load_tokenizer
@@ -173,9 +187,11 @@ def train_draft(
             "and --draft is not"
         )
     directory = locate(target or SHIPPED_TARGET)
-    numerics = Numerics(
-        dtype=dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    )
+    stored = None if features is None else FeaturesDirectory.open(features)
+    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    if stored is not None and stored.dtype != dtype:
+        raise InputError(f"{features}: recorded in {stored.dtype}; give --dtype {stored.dtype}")
+    numerics = Numerics(dtype=dtype)
     with Display() as display:
         model = load_target(directory, numerics, progress=display.progress)
         most = model.config.max_position_embeddings
@@ -187,7 +203,11 @@ def train_draft(
             samples = read_samples(path, tokenizer, model.config, tokens is not None)
             return Windows.of(samples, length, vocab_size)
 
-        learned = windows(source)
+        if stored is not None:
+            learned = stored.windows()
+            shape = dataclasses.replace(shape, capture=stored.boundaries.ids)
+        else:
+            learned = windows(source)
         if heldout is None:
             learned, held_out = _split(learned)
         else:
@@ -195,6 +215,8 @@ def train_draft(
         if len(held_out) > heldout_windows:
             held_out = held_out.take(np.linspace(0, len(held_out) - 1, heldout_windows).astype(int))
         start = _start(model, draft, shape, learned, seed)
+        if stored is not None:
+            stored.require(start.config.boundaries)
         display.say(
             f"{len(learned)} windows to learn from, {len(held_out)} held out; the draft reads "
             f"{start.config.boundaries}"

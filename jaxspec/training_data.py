@@ -9,12 +9,14 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 from jaxspec.chat import shown
 from jaxspec.config import TargetConfig
+from jaxspec.contracts import Features
 from jaxspec.errors import InputError
 from jaxspec.prompts import read_tokens, whole_conversation
 from jaxspec.tokenizer import Tokenizer
@@ -26,6 +28,12 @@ FEWEST = 3
 """Tokens of a window: one that is read, one that is fed, and what the target says after it."""
 TEXTS = ("text", "prompt", "question")
 JSON_LINES = (".jsonl", ".ndjson")
+
+
+class Recorded(Protocol):
+    """Features of windows, kept somewhere; see `features.FeaturesDirectory`."""
+
+    def read(self, rows: np.ndarray) -> tuple[Features, np.ndarray]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +60,16 @@ class Windows:
       tokens, is_learned: [n, length]; zero past the lengths.
       lengths: [n].
       where: of each, its sample and the position at which it begins there.
+      recorded, rows: where features of theirs were recorded, and under which numbers; None where
+        the target is to compute them.
     """
 
     tokens: np.ndarray
     is_learned: np.ndarray
     lengths: np.ndarray
     where: list[str]
+    recorded: Recorded | None = None
+    rows: np.ndarray | None = None
 
     @classmethod
     def of(cls, samples: Sequence[Sample], length: int, vocab_size: int) -> "Windows":
@@ -99,11 +111,17 @@ class Windows:
         """Some of them."""
         rows = np.arange(len(self))[rows]
         where = [self.where[row] for row in rows]
-        return Windows(self.tokens[rows], self.is_learned[rows], self.lengths[rows], where)
+        kept = None if self.rows is None else self.rows[rows]
+        return Windows(
+            self.tokens[rows], self.is_learned[rows], self.lengths[rows], where, self.recorded, kept
+        )
 
     def batch(self, rows: np.ndarray) -> Batch:
         """Some of them as a batch."""
-        return Batch(self.tokens[rows], self.lengths[rows], self.is_learned[rows])
+        features, hidden = None, None
+        if self.recorded is not None and self.rows is not None:
+            features, hidden = self.recorded.read(self.rows[rows])
+        return Batch(self.tokens[rows], self.lengths[rows], self.is_learned[rows], features, hidden)
 
     def rows_of(self, index: int, batch_size: int, seed: int) -> np.ndarray:
         """The windows of one batch of a run: each once, in another order each time around."""
@@ -116,13 +134,12 @@ class Windows:
         """All of them, the last batch filled up with empty windows, of which nothing counts."""
         for first in range(0, len(self), batch_size):
             rows = np.arange(first, min(first + batch_size, len(self)))
-            batch, missing = self.batch(rows), batch_size - len(rows)
-            fill = [(0, missing), (0, 0)]
-            yield Batch(
-                np.pad(batch.tokens, fill),
-                np.pad(batch.lengths, fill[:1]),
-                np.pad(batch.is_learned, fill),
-            )
+            missing = batch_size - len(rows)
+
+            def filled(array: np.ndarray, missing: int = missing) -> np.ndarray:
+                return np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1))
+
+            yield jax.tree.map(filled, self.batch(rows))
 
     def frequent_ids(self, vocab_size: int, count: int) -> np.ndarray:
         """The ids that come oftest where something is learned, ascending; of equals the lowest."""
