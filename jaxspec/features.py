@@ -43,6 +43,7 @@ class FeaturesDirectory:
     dtype: str
     num_windows: int
     length: int
+    per_shard: int
 
     @classmethod
     def open(cls, path: Path) -> "FeaturesDirectory":
@@ -55,7 +56,8 @@ class FeaturesDirectory:
         try:
             claim = about["boundaries"]
             boundaries = Boundaries(**claim | {"ids": tuple(claim["ids"])})
-            sizes = [about[name] for name in ("last", "dtype", "num_windows", "length")]
+            rest = ("last", "dtype", "num_windows", "length", "per_shard")
+            sizes = [about[name] for name in rest]
         except (KeyError, TypeError) as error:
             raise InputError(f"{path / MANIFEST}: incomplete ({error!r})") from error
         found = cls(path, boundaries, *sizes)
@@ -69,7 +71,7 @@ class FeaturesDirectory:
 
     @property
     def shards(self) -> list[Path]:
-        return [_shard(self.path, i) for i in range(-(-self.num_windows // PER_SHARD))]
+        return [_shard(self.path, i) for i in range(-(-self.num_windows // self.per_shard))]
 
     def to_dict(self) -> dict[str, Any]:
         """The `--json` object."""
@@ -86,13 +88,14 @@ class FeaturesDirectory:
         tokens, is_learned = np.zeros(shape, np.int32), np.zeros(shape, bool)
         lengths = np.zeros(self.num_windows, np.int32)
         for index, shard in enumerate(self.shards):
-            rows = slice(index * PER_SHARD, (index + 1) * PER_SHARD)
+            rows = slice(index * self.per_shard, (index + 1) * self.per_shard)
             found = _read(shard, ("tokens", "lengths", "loss_mask"))
             width = found["tokens"].shape[1]
             tokens[rows, :width], lengths[rows] = found["tokens"], found["lengths"]
             is_learned[rows, :width] = found["loss_mask"] != 0
         where = [
-            f"{_shard(self.path, i // PER_SHARD)}, row {i % PER_SHARD}" for i in range(shape[0])
+            f"{_shard(self.path, i // self.per_shard)}, row {i % self.per_shard}"
+            for i in range(shape[0])
         ]
         return Windows(tokens, is_learned, lengths, where, self, np.arange(shape[0]))
 
@@ -101,7 +104,7 @@ class FeaturesDirectory:
         names = ("features", f"boundary.{self.last:03d}")
         of_rows: list[list[np.ndarray]] = [[], []]
         for row in rows.tolist():
-            shard, at = _shard(self.path, row // PER_SHARD), row % PER_SHARD
+            shard, at = _shard(self.path, row // self.per_shard), row % self.per_shard
             found = _read(shard, names, slice(at, at + 1))
             for kept, name in zip(of_rows, names, strict=True):
                 array = found[name]
