@@ -269,8 +269,11 @@ def record(
         ),
     ] = False,
     length: Annotated[
-        int, typer.Option(min=3, help="With --features: tokens of a window; samples are cut.")
-    ] = 512,
+        int | None,
+        typer.Option(
+            min=3, help="With --features: tokens of a window; samples are cut. Default: 512."
+        ),
+    ] = None,
     target: TargetFlag = None,
     draft: DraftFlag = None,
     capture: CaptureFlag = None,
@@ -313,10 +316,12 @@ def record(
         drafted = (draft, None, capture_convention, draft_rotary)
         models = _models(target, drafted, dtype, None, _mesh(mesh, cache))
         with Display() as display:
-            made = run_record_features(models, prompts, ids, length, out, display)
+            made = run_record_features(models, prompts, ids, length or 512, out, display)
         if as_json and is_first():
             print(json.dumps(made.to_dict()))
         return
+    if length is not None:
+        raise InputError("--length is of --features: a record takes prompts as they are")
     drafted = (draft, capture, capture_convention, draft_rotary)
     models = _models(target, drafted, dtype, None, _mesh(mesh, cache))
     kept = () if boundaries == "none" else _ids("--boundaries", boundaries)
