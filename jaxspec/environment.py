@@ -10,15 +10,19 @@ __all__ = [
     "KIMI_DRAFT_CONFIG",
     "KIMI_TARGET_CONFIG",
     "SHIPPED_DRAFT",
+    "SHIPPED_PROMPTS",
     "SHIPPED_TARGET",
     "default_compile_cache",
     "hub_cache",
+    "start_jax",
     "use_compile_cache",
 ]
 
 SHIPPED_TARGET = Path(__file__).parent / "checkpoints" / "mini-target"
 SHIPPED_DRAFT = Path(__file__).parent / "checkpoints" / "mini-draft"
 """The small trained pair that comes with the package."""
+SHIPPED_PROMPTS = Path(__file__).parent / "checkpoints" / "mini-prompts.jsonl"
+"""Text that the pair was not trained on: the evaluation prompts of tests/golden/prompts.json."""
 KIMI_TARGET_CONFIG = Path(__file__).parent / "configs" / "kimi-k2.5"
 KIMI_DRAFT_CONFIG = Path(__file__).parent / "configs" / "kimi-k2.5-eagle3"
 """Kimi-K2.5's sizes and those of a published draft for it, to plan with: there are no weights."""
@@ -54,3 +58,10 @@ def use_compile_cache(directory: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def start_jax(choice: str | None) -> None:
+    """Makes JAX keep compiled programs where --compile-cache says: "none", or None for the usual
+    place."""
+    if choice != "none":
+        use_compile_cache(Path(choice) if choice else default_compile_cache())
