@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from jaxspec.convert.rotary import RotaryChoice
     from jaxspec.convert.write import ConvertConfig
     from jaxspec.convert.write import convert as convert_checkpoint
-    from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_TARGET
+    from jaxspec.doctor import DoctorConfig, diagnose
+    from jaxspec.doctor_texts import Text
+    from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_PROMPTS, SHIPPED_TARGET
     from jaxspec.errors import InputError
     from jaxspec.generator import GenerateConfig, Generator
     from jaxspec.hardware import Assumptions
@@ -35,11 +37,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SHIPPED_DRAFT",
+    "SHIPPED_PROMPTS",
     "SHIPPED_TARGET",
     "Assumptions",
     "Completion",
     "ContractError",
     "ConvertConfig",
+    "DoctorConfig",
     "ExportConfig",
     "GenerateConfig",
     "GenerateReport",
@@ -54,11 +58,13 @@ __all__ = [
     "Request",
     "RotaryChoice",
     "SamplingConfig",
+    "Text",
     "Tokenizer",
     "TreeConfig",
     "compare_records",
     "compare_runs",
     "convert_checkpoint",
+    "diagnose",
     "export_checkpoint",
     "generate",
     "identify_features",
@@ -80,7 +86,9 @@ _MODULES = {
     "convert.inspect": ("inspect_checkpoint",),
     "convert.rotary": ("RotaryChoice",),
     "convert.write": ("ConvertConfig", "convert_checkpoint"),
-    "environment": ("SHIPPED_DRAFT", "SHIPPED_TARGET"),
+    "doctor": ("DoctorConfig", "diagnose"),
+    "doctor_texts": ("Text",),
+    "environment": ("SHIPPED_DRAFT", "SHIPPED_PROMPTS", "SHIPPED_TARGET"),
     "errors": ("InputError",),
     "generator": ("GenerateConfig", "Generator"),
     "hardware": ("Assumptions",),

@@ -56,7 +56,7 @@ def doctor(
     levels: Annotated[
         int, typer.Option(help="Drafted tokens per step; of --observed, what its flags say.")
     ] = 3,
-    top_k: Annotated[int, typer.Option(help="Guesses that count for top-k agreement.")] = 4,
+    top: Annotated[int, typer.Option(help="Guesses that count for top-k agreement.")] = 4,
     batch_size: Annotated[int, typer.Option(help="Texts at a time.")] = 8,
     dtype: DtypeFlag = None,
     plot: Annotated[
@@ -86,7 +86,7 @@ def doctor(
     flags = DoctorFlags(
         models_of(target, (draft, capture, capture_convention, draft_rotary), dtype, None),
         PromptFlags(prompt, prompt_file, tokens, chat, thinking),
-        DoctorConfig(levels, top_k, batch_size),
+        DoctorConfig(levels, top, batch_size),
         observed,
         max_new_tokens,
         temperature,

@@ -32,6 +32,7 @@ from jaxspec.errors import InputError
 from jaxspec.layers import full_f32
 from jaxspec.mla import Pass
 from jaxspec.recording import RecordConfig, record
+from jaxspec.report import command, machine
 from jaxspec.target import Target
 
 __all__ = ["DoctorConfig", "States", "diagnose", "read_states"]
@@ -362,12 +363,13 @@ def _report(
         )
     *of_cases, perfect = (_figures(one, counts, states.texts) for one in scored)
     base, *others = (np.where(counts, one.score.mean(axis=-1), 0.0) for one in scored[:-1])
-    gains = np.array([[(other - base)[rows].sum() for rows in clusters] for other in others])
+    gains = np.array([(other - base)[rows].sum() for other in others for rows in clusters])
+    gains = gains.reshape(len(others), len(clusters))
     sizes = np.array([counts[rows].sum() for rows in clusters], float)
     drawn = np.random.default_rng(0).multinomial(
         len(clusters), np.full(len(clusters), 1 / len(clusters)), size=RESAMPLES
     )
-    resampled = (drawn @ gains.T.reshape(len(clusters), -1)) / (drawn @ sizes)[:, None]
+    resampled = (drawn @ gains.T) / (drawn @ sizes)[:, None]
     # 95 % of all intervals together: of forty readings one would else be better by chance.
     tail = 2.5 / max(len(readings), 1)
     found = []
@@ -385,7 +387,6 @@ def _report(
             )
         )
     found.sort(key=lambda one: -one.gain)
-    rivals = _rivals(found, readings, resampled)
     return DoctorReport(
         target=target.identity,
         draft=draft.identity,
@@ -399,7 +400,9 @@ def _report(
         declared=of_cases[0],
         ceiling=perfect,
         readings=tuple(found),
-        rivals=rivals,
+        rivals=_rivals(found, readings, resampled),
+        machine=machine(),
+        command=command(),
     )
 
 

@@ -7,6 +7,7 @@ flag or field that would make it the declared one. Nothing here looks at any tex
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxspec.config import LatentDraftConfig, Numerics, RotaryConfig
+from jaxspec.config import LatentDraftConfig, RotaryConfig
 from jaxspec.contracts import Boundaries
 from jaxspec.convert.prepare import abstract_draft, parameters_of
 from jaxspec.draft import Borrowed, Draft
@@ -265,20 +266,18 @@ def _arrays(draft: Draft) -> dict[str, jax.Array]:
 
 
 def _changed(
-    draft: Draft,
-    edits: Mapping[str, Any] = {},
-    numerics: Numerics | None = None,
-    **changes: Any,
+    draft: Draft, edits: Mapping[str, Any] = MappingProxyType({}), **changes: Any
 ) -> Draft:
-    """The draft with other parameters or another config, and with no claim of its own.
+    """The draft with other parameters, another config or `numerics`, and with no claim of its own.
 
     All such drafts of one config are one program: what they claim and are called would each be
     another one, and `Case.boundaries` says what they are given.
     """
     width, chunks = draft.config.boundaries.width, draft.config.num_aux_hidden_states
     anything = Boundaries("any", tuple(range(chunks)), width, "whatever a reading says")
+    numerics = changes.pop("numerics", draft.numerics)
     config = dataclasses.replace(draft.config, boundaries=anything, **changes)
-    graph, state = nnx.split(abstract_draft(config, numerics or draft.numerics, "reading"))
+    graph, state = nnx.split(abstract_draft(config, numerics, "reading"))
     have = _arrays(draft) | dict(edits)
     full = [
         (path, leaf.replace(have[".".join(map(str, path))].astype(leaf.get_value().dtype)))

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 __all__ = ["DoctorReport", "Figures", "Observed", "ReadingReport", "Verdict"]
 
-Verdict = Literal["better", "worse", "indistinguishable"]
+Verdict = Literal["better", "indistinguishable", "worse"]
 LEAST_LENGTH = 0.02
 """Tokens per step that near-ties of rounding may make between two engines."""
 LEAST = 0.002
@@ -114,6 +114,7 @@ class DoctorReport:
       ceiling: the figures of a draft that knew the target's own probabilities.
       readings: the best first.
       rivals: of the best one, those that cannot be told from it.
+      machine, command: where and how this was measured.
       observed: another engine's run against these weights; None where none was given.
     """
 
@@ -130,6 +131,8 @@ class DoctorReport:
     ceiling: Figures
     readings: tuple[ReadingReport, ...]
     rivals: tuple[str, ...]
+    machine: str
+    command: str
     observed: Observed | None = None
 
     @property

@@ -56,7 +56,9 @@ def run_doctor(flags: DoctorFlags, display: Display) -> DoctorReport:
             f"--max-new-tokens {flags.max_new_tokens}"
         )
     if flags.observed is None:
-        texts = _prompts(flags)
+        texts, num_cut = _prompts(flags)
+        if num_cut:
+            display.say(f"{num_cut} prompts are longer than --context-length allows, and cut")
     else:
         if flags.prompts != PromptFlags():
             raise InputError("--observed brings its own prompts: give no others")
@@ -90,8 +92,8 @@ def run_doctor(flags: DoctorFlags, display: Display) -> DoctorReport:
     return report
 
 
-def _prompts(flags: DoctorFlags) -> list[Text]:
-    """The prompts as ids, cut to the room that there is."""
+def _prompts(flags: DoctorFlags) -> tuple[list[Text], int]:
+    """The prompts as ids, cut to the room that there is, and how many of them had to be."""
     asked = flags.prompts
     if asked.text is None and asked.prompt_file is None and asked.tokens is None:
         if flags.models.target is not None:
@@ -107,12 +109,12 @@ def _prompts(flags: DoctorFlags) -> list[Text]:
         if tokenizer is None:
             raise InputError(f"{directory}: no tiktoken.model in it; give ids with --tokens")
     room = flags.context_length - flags.max_new_tokens
-    texts = []
-    for prompt in asked.read(tokenizer):
+    prompts, texts = asked.read(tokenizer), []
+    for prompt in prompts:
         if len(prompt.ids) < 2:
             raise InputError(
                 f"{prompt.where}: a single token, of which a draft can tell nothing; give longer "
                 "prompts"
             )
         texts.append(Text(prompt.id, prompt.ids[:room], min(len(prompt.ids), room)))
-    return texts
+    return texts, sum(len(prompt.ids) > room for prompt in prompts)

@@ -38,9 +38,9 @@ class Text:
 
     @property
     def first_root(self) -> int:
-        """The position of the first token that a step starts from: what prefill gave, if anything
-        was written; else the second token, as if the target had written the prompt."""
-        return self.prompt_len if self.prompt_len < len(self.ids) else 1
+        """The position of the token that the first step starts from: what prefill gave, if steps
+        wrote more; else the second token, as if the target had written the prompt."""
+        return self.prompt_len if self.prompt_len < len(self.ids) - 1 else 1
 
     @property
     def num_from_steps(self) -> int:
@@ -105,16 +105,15 @@ def _levels(path: Path, flags: dict[str, Any]) -> int:
     if flags.get("tree"):
         tree = TreeConfig.parse(str(flags["tree"]))
     else:
-        names = ("steps", "eagle_topk", "draft_tokens")
-        found = [
-            flags.get(f"speculative_num_{name}", flags.get(f"speculative_{name}")) for name in names
-        ]
-        if any(type(value) is not int for value in found):
+        names = ("num_steps", "eagle_topk", "num_draft_tokens")
+        found = [flags.get(f"speculative_{name}") for name in names]
+        numbers = [value for value in found if type(value) is int]
+        if len(numbers) < len(names):
             raise InputError(
                 f'{path}: its flags name no tree, as in {{"tree": "3x1x4"}}, and no '
                 "speculative_num_steps, speculative_eagle_topk and speculative_num_draft_tokens"
             )
-        tree = TreeConfig(*found)
+        tree = TreeConfig(*numbers)
         tree.check()
     if tree.branches > 1:
         raise InputError(

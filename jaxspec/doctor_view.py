@@ -1,18 +1,20 @@
 """The doctor's findings for a reader: a table, and a plot that grey paper can carry."""
 
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 from rich.table import Table
 
-from jaxspec.doctor_report import DoctorReport, Figures
+from jaxspec.doctor_report import DoctorReport, Figures, Verdict
 from jaxspec.picture import save_picture
 
 __all__ = ["plot_report", "table_of"]
 
 
 def table_of(report: DoctorReport) -> Table:
-    """The readings, the best first, with the declared one and the ceiling above them."""
+    """The readings below the declared one: what beats it, cannot be told from it, is worse;
+    of each, the best first."""
     looping = f", {len(report.looping)} left out that loop" if report.looping else ""
     table = Table(
         title=f"{report.draft} for {report.target}, {report.dtype}\n{report.claim}\n"
@@ -26,10 +28,13 @@ def table_of(report: DoctorReport) -> Table:
         table.add_column(head, justify="right")
     table.add_row("the target's own guesses", "", "ceiling", *_cells(report.ceiling))
     table.add_row("as declared", "", "", *_cells(report.declared), end_section=True)
-    for one in report.readings:
-        low, high = one.interval
-        gain = f"{one.gain:+.4f} ({low:+.4f} to {high:+.4f})"
-        table.add_row(one.name, gain, one.verdict, *_cells(one.figures))
+    for verdict in get_args(Verdict):
+        for one in report.readings:
+            if one.verdict == verdict:
+                low, high = one.interval
+                gain = f"{one.gain:+.4f} ({low:+.4f} to {high:+.4f})"
+                table.add_row(one.name, gain, verdict, *_cells(one.figures))
+        table.add_section()
     return table
 
 

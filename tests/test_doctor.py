@@ -1,6 +1,7 @@
 """The doctor against copies of the shipped draft with one fault planted in each."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,31 +15,34 @@ from jaxspec import SHIPPED_DRAFT, SHIPPED_TARGET, Numerics, load_draft, load_ta
 from jaxspec.contracts import ContractError
 from jaxspec.convert.problems import CheckpointError
 from jaxspec.doctor import DoctorConfig, States, diagnose, read_states
-from jaxspec.doctor_readings import FAMILIES, Case
+from jaxspec.doctor_readings import FAMILIES, Case, readings_of
 from jaxspec.doctor_report import DoctorReport
 from jaxspec.doctor_texts import Text
 from jaxspec.errors import InputError
-from tests import make_checkpoint
+from tests import draft_kinds, make_checkpoint
 
 NUMERICS = Numerics(dtype="float32")
-NUM_TEXTS, LENGTH = 12, 96
+NUM_TEXTS, LENGTH = 8, 72
 Checkpoint = tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
 @pytest.fixture(scope="module")
-def target():
+def mini():
+    """The shipped target."""
     return load_target(SHIPPED_TARGET, NUMERICS)
 
 
 @pytest.fixture(scope="module")
-def states(target) -> States:
+def states(mini) -> States:
     """All boundaries of some held-out text, in the one target pass of this file."""
     tokenizer = load_tokenizer(SHIPPED_TARGET)
     prompts = json.loads((Path(__file__).parent / "golden" / "prompts.json").read_text())["golden"]
     ids = [tokenizer.encode(prompt["text"]) for prompt in prompts]
-    texts = [sum(ids[i::NUM_TEXTS], [])[:LENGTH] for i in range(NUM_TEXTS)]
-    texts = [Text(str(i), tuple(text), len(text)) for i, text in enumerate(texts)]
-    return read_states(target, texts, range(7), NUM_TEXTS)
+    joined = [itertools.chain(*ids[i::NUM_TEXTS]) for i in range(NUM_TEXTS)]
+    texts = [
+        Text(str(i), tuple(itertools.islice(text, LENGTH)), LENGTH) for i, text in enumerate(joined)
+    ]
+    return read_states(mini, texts, range(7), NUM_TEXTS)
 
 
 @pytest.fixture(scope="module")
@@ -48,23 +52,24 @@ def shipped() -> Checkpoint:
 
 
 @pytest.fixture
-def diagnosis(target, states, shipped, tmp_path):
+def diagnosis(mini, states, shipped, tmp_path):
     """What the doctor says of a copy of the shipped draft in which something was changed."""
 
     def of(
         plant: Callable[[dict, dict], None] = lambda config, tensors: None,
         families: tuple[str, ...] = (),
+        levels: int = 2,
         **declared: Any,
     ) -> DoctorReport:
         config, tensors = json.loads(json.dumps(shipped[0])), dict(shipped[1])
         plant(config, tensors)
         tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
         make_checkpoint.write(tmp_path / "draft", config, tensors)
-        draft = load_draft(tmp_path / "draft", NUMERICS, target=target)
+        draft = load_draft(tmp_path / "draft", NUMERICS, target=mini)
         case = dataclasses.replace(Case.declared(draft), **declared)
         chosen = tuple(one for one in FAMILIES if not families or one.name in families)
-        doctor = DoctorConfig(batch_size=NUM_TEXTS, families=chosen)
-        return diagnose(target, draft, states, doctor, case)
+        doctor = DoctorConfig(levels, batch_size=NUM_TEXTS, families=chosen)
+        return diagnose(mini, draft, states, doctor, case)
 
     return of
 
@@ -143,31 +148,29 @@ def says(**values: Any) -> Callable[[dict, dict], None]:
     return lambda config, tensors: config.update(values)
 
 
-QUICK = ("boundaries", "order", "token shift", "halves", "vocabulary")
-"""Families that share one program."""
+QUICK = ("boundaries", "order", "token shift", "halves", "vocabulary", "borrowed")
+"""Families that share one program, whatever the draft's config is."""
 
 
 @pytest.mark.parametrize(
-    ("plant", "declared", "expected"),
+    ("plant", "families", "declared", "expected"),
     [
-        (claims(1, 2, 4), {}, "boundaries (2, 3, 5)"),
-        (claims(3, 4, 6), {}, "boundaries (2, 3, 5)"),
-        (claims(2, 0, 5), {}, "boundaries (2, 3, 5)"),
-        (chunks_reversed, {}, "boundaries (5, 3, 2)"),
-        (hidden_first, {}, "hidden state before the embedding"),
-        (head_of_first_ids, {}, "draft ids as target ids"),
-        (says(), {"lag": 1}, "features 1 behind their token"),
+        (claims(1, 2, 4), ("boundaries",), {}, "boundaries (2, 3, 5)"),
+        (chunks_reversed, ("order", "halves"), {}, "boundaries (5, 3, 2)"),
+        (hidden_first, ("order", "halves"), {}, "hidden state before the embedding"),
+        (head_of_first_ids, ("vocabulary", "borrowed"), {}, "draft ids as target ids"),
+        (says(), ("token shift", "halves"), {"lag": 1}, "features 1 behind their token"),
     ],
 )
-def test_finds_a_fault(diagnosis, plant, declared, expected):
-    report = diagnosis(plant, QUICK, **declared)
+def test_finds_a_fault(diagnosis, plant, families, declared, expected):
+    report = diagnosis(plant, families, **declared)
     assert report.best is not None and report.best.name == expected
     assert report.best.name in report.finding() and not report.holds
     assert report.best.figures.accept_length > report.declared.accept_length
 
 
 def test_healthy_is_as_declared(diagnosis):
-    report = diagnosis(families=QUICK)
+    report = diagnosis(families=("boundaries", "order", "token shift"))
     assert report.holds and report.finding().startswith("as declared")
     # The founding story's two mistakes, and what they would have cost.
     of = {one.name: one for one in report.readings}
@@ -177,27 +180,77 @@ def test_healthy_is_as_declared(diagnosis):
     assert 1 < report.declared.accept_length < report.ceiling.accept_length < 4
 
 
+EVERY = ()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("plant", "declared", "expected"),
+    ("plant", "families", "declared", "expected"),
     [
-        (claims(1, 2, 4), {}, "boundaries (2, 3, 5)"),
-        (claims(0, 3, 5), {}, "boundaries (2, 3, 5)"),
-        (normed_features, {}, "no fc_norm"),
-        (says(), {"final_norm": True}, "boundaries before the final norm"),
-        (random_head, {}, "the target's head"),
-        (wrong_embedding, {}, "the target's embedding"),
-        (absolute_ids, {}, "d2t as absolute ids"),
-        (says(rope_theta=100.0), {}, "rotary base 10000"),
-        (in_pairs, {}, "rotary pairs"),
-        (says(norm_output=True), {}, "norm_output false"),
-        (says(norm_before_residual=True), {}, "norm_before_residual false"),
-        (says(), {}, None),
+        (says(), EVERY, {}, None),
+        (claims(1, 2, 4), EVERY, {}, "boundaries (2, 3, 5)"),
+        (claims(3, 4, 6), EVERY, {}, "boundaries (2, 3, 5)"),
+        (claims(2, 3, 0), EVERY, {}, "boundaries (2, 3, 5)"),
+        (claims(2, 0, 5), EVERY, {}, "boundaries (2, 3, 5)"),
+        (chunks_reversed, EVERY, {}, "boundaries (5, 3, 2)"),
+        (hidden_first, EVERY, {}, "hidden state before the embedding"),
+        (in_pairs, EVERY, {}, "rotary pairs"),
+        (random_head, EVERY, {}, "the target's head"),
+        (head_of_first_ids, EVERY, {}, "draft ids as target ids"),
+        (says(), EVERY, {"lag": 1}, "features 1 behind their token"),
+        (says(), EVERY, {"lag": -1}, "features 1 behind their token"),
+        (says(), EVERY, {"final_norm": True}, "boundaries before the final norm"),
+        # Of another config, each family would be compiled again: theirs, and those that need not.
+        (absolute_ids, QUICK, {}, "d2t as absolute ids"),
+        (wrong_embedding, QUICK, {}, "the target's embedding"),
+        (normed_features, (*QUICK, "feature norm"), {}, "no fc_norm"),
+        (says(rope_theta=100.0), (*QUICK, "rotary", "pairing"), {}, "rotary base 10000"),
+        (says(norm_output=True), (*QUICK, "recurrence", "residual"), {}, "norm_output false"),
+        (
+            says(norm_before_residual=True),
+            (*QUICK, "recurrence", "residual"),
+            {},
+            "norm_before_residual false",
+        ),
     ],
 )
-def test_finds_a_fault_among_all_readings(diagnosis, plant, declared, expected):
-    report = diagnosis(plant, **declared)
+def test_finds_a_fault_among_others(diagnosis, plant, families, declared, expected):
+    report = diagnosis(plant, families, levels=3, **declared)
     assert (report.best and report.best.name) == expected
+
+
+def test_readings_of_other_kinds(target, tmp_path):
+    """Latent attention and EAGLE-3.1's norms; three layers over norms of another kind."""
+    names, changes = {}, {}
+    for kind in ("TorchSpec", "speculators"):
+        directory = make_checkpoint.write(tmp_path / kind, *draft_kinds.LAYOUTS[kind]())
+        draft = load_draft(directory, NUMERICS, target=target)
+        found = readings_of(Case.declared(draft), target, FAMILIES)
+        names[kind] = {one.name for one in found}
+        changes |= {one.name: one.change for one in found}
+        assert len(names[kind]) == len(found)
+    of_both = {"the draft in bfloat16", "hidden state before the embedding", "rotary base 10000"}
+    assert names["TorchSpec"] >= of_both | {
+        "no fc_norm",
+        "norm_output false",
+        "norm_before_residual true",
+        "the target's embedding",
+        "the target's head",
+        "rotary halves",
+        "rotary scaled as the target's",
+        "boundaries (1, 2, 3)",
+    }
+    assert names["speculators"] >= of_both | {
+        "no norm_before_fc",
+        "norm_output true",
+        "norm_before_residual false",
+        "the target's embedding",
+        "rotary pairs",
+        "boundaries (1, 2, 3)",
+        "boundaries (3, 2, 4)",
+    }
+    assert changes["rotary base 10000"] == "--draft-rotary '{\"rope_theta\": 10000}'"
+    assert changes["rotary halves"] == "--draft-rotary '{\"rope_interleave\": false}'"
 
 
 @pytest.mark.parametrize(
@@ -213,9 +266,9 @@ def test_refused_outright(diagnosis, ids, message):
         diagnosis(claims(*ids), QUICK)
 
 
-def test_bad_texts(target):
-    draft = load_draft(SHIPPED_DRAFT, NUMERICS, target=target)
+def test_bad_texts(mini):
+    draft = load_draft(SHIPPED_DRAFT, NUMERICS, target=mini)
     with pytest.raises(InputError, match="'a' is a single token"):
-        diagnose(target, draft, [Text("a", (5,), 1)])
+        diagnose(mini, draft, [Text("a", (5,), 1)])
     with pytest.raises(InputError, match="all of 1 texts repeat themselves"):
-        diagnose(target, draft, [Text("a", (5, 6, 7) * 20, 3)])
+        diagnose(mini, draft, [Text("a", (5, 6, 7) * 20, 3)])
