@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from jaxspec.convert.rotary import RotaryChoice
     from jaxspec.convert.write import ConvertConfig
     from jaxspec.convert.write import convert as convert_checkpoint
-    from jaxspec.doctor import DoctorConfig, diagnose
+    from jaxspec.doctor import diagnose
+    from jaxspec.doctor_scores import DoctorConfig
     from jaxspec.doctor_texts import Text
     from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_PROMPTS, SHIPPED_TARGET
     from jaxspec.errors import InputError
@@ -86,7 +87,8 @@ _MODULES = {
     "convert.inspect": ("inspect_checkpoint",),
     "convert.rotary": ("RotaryChoice",),
     "convert.write": ("ConvertConfig", "convert_checkpoint"),
-    "doctor": ("DoctorConfig", "diagnose"),
+    "doctor": ("diagnose",),
+    "doctor_scores": ("DoctorConfig",),
     "doctor_texts": ("Text",),
     "environment": ("SHIPPED_DRAFT", "SHIPPED_PROMPTS", "SHIPPED_TARGET"),
     "errors": ("InputError",),

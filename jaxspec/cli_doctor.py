@@ -74,8 +74,8 @@ def doctor(
 
     from jaxspec.commands import PromptFlags
     from jaxspec.console import Display
-    from jaxspec.doctor import DoctorConfig
     from jaxspec.doctor_run import DoctorFlags, run_doctor
+    from jaxspec.doctor_scores import DoctorConfig
     from jaxspec.doctor_view import plot_report, table_of
     from jaxspec.environment import start_jax
     from jaxspec.picture import check_picture

@@ -266,7 +266,7 @@ def _arrays(draft: Draft) -> dict[str, jax.Array]:
 
 
 def _changed(
-    draft: Draft, edits: Mapping[str, Any] = MappingProxyType({}), **changes: Any
+    draft: Draft, edits: Mapping[str, Any] = MappingProxyType({}), /, **changes: Any
 ) -> Draft:
     """The draft with other parameters, another config or `numerics`, and with no claim of its own.
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 __all__ = ["DoctorReport", "Figures", "Observed", "ReadingReport", "Verdict"]
 
 Verdict = Literal["better", "indistinguishable", "worse"]
-LEAST_LENGTH = 0.02
+LEAST_LENGTH = 0.01
 """Tokens per step that near-ties of rounding may make between two engines."""
 LEAST = 0.002
 """Nats per token below which a difference is none, however sure: as bf16 makes one of f32."""
@@ -113,7 +113,7 @@ class DoctorReport:
       looping: ids of the texts that were left out because they repeat themselves.
       ceiling: the figures of a draft that knew the target's own probabilities.
       readings: the best first.
-      rivals: of the best one, those that cannot be told from it.
+      rivals: those that beat the declared one too, and cannot be told from the best.
       machine, command: where and how this was measured.
       observed: another engine's run against these weights; None where none was given.
     """
@@ -138,8 +138,7 @@ class DoctorReport:
     @property
     def best(self) -> ReadingReport | None:
         """The reading that explains the target better than the declared one; None for none."""
-        first = next(iter(self.readings), None)
-        return first if first is not None and first.verdict == "better" else None
+        return next((one for one in self.readings if one.verdict == "better"), None)
 
     @property
     def is_as_declared(self) -> bool:
@@ -164,8 +163,8 @@ class DoctorReport:
                 f"as declared: none of {len(self.readings)} other readings explains the target "
                 f"better. {share}"
             )
-        others = [one.name for one in self.readings if one.name in self.rivals]
-        or_else = f" (or {', or '.join(others)}: these texts cannot tell)" if others else ""
+        others = ", or ".join(self.rivals)
+        or_else = f" (or {others}: these texts cannot tell)" if others else ""
         return (
             f"not as declared: {best.fault}; {best.name} is what it fits best{or_else}. Change "
             f"{best.change}. {share}; so read {best.figures.top1[0]:.1%} and "

@@ -8,8 +8,9 @@ import numpy as np
 from jaxspec.commands import ModelFlags, PromptFlags, load
 from jaxspec.console import Display
 from jaxspec.contracts import Features
-from jaxspec.doctor import DoctorConfig, diagnose
+from jaxspec.doctor import diagnose
 from jaxspec.doctor_report import DoctorReport
+from jaxspec.doctor_scores import DoctorConfig
 from jaxspec.doctor_texts import Text, read_observed, write_on
 from jaxspec.environment import SHIPPED_PROMPTS
 from jaxspec.errors import InputError

@@ -14,9 +14,10 @@ from safetensors.numpy import load_file
 from jaxspec import SHIPPED_DRAFT, SHIPPED_TARGET, Numerics, load_draft, load_target, load_tokenizer
 from jaxspec.contracts import ContractError
 from jaxspec.convert.problems import CheckpointError
-from jaxspec.doctor import DoctorConfig, States, diagnose, read_states
+from jaxspec.doctor import diagnose
 from jaxspec.doctor_readings import FAMILIES, Case, readings_of
 from jaxspec.doctor_report import DoctorReport
+from jaxspec.doctor_scores import DoctorConfig, States, read_states
 from jaxspec.doctor_texts import Text
 from jaxspec.errors import InputError
 from tests import draft_kinds, make_checkpoint
@@ -58,7 +59,6 @@ def diagnosis(mini, states, shipped, tmp_path):
     def of(
         plant: Callable[[dict, dict], None] = lambda config, tensors: None,
         families: tuple[str, ...] = (),
-        levels: int = 2,
         **declared: Any,
     ) -> DoctorReport:
         config, tensors = json.loads(json.dumps(shipped[0])), dict(shipped[1])
@@ -68,8 +68,8 @@ def diagnosis(mini, states, shipped, tmp_path):
         draft = load_draft(tmp_path / "draft", NUMERICS, target=mini)
         case = dataclasses.replace(Case.declared(draft), **declared)
         chosen = tuple(one for one in FAMILIES if not families or one.name in families)
-        doctor = DoctorConfig(levels, batch_size=NUM_TEXTS, families=chosen)
-        return diagnose(mini, draft, states, doctor, case)
+        config = DoctorConfig(levels=2, batch_size=NUM_TEXTS)
+        return diagnose(mini, draft, states, config, families=chosen, declared=case)
 
     return of
 
@@ -189,18 +189,23 @@ EVERY = ()
     [
         (says(), EVERY, {}, None),
         (claims(1, 2, 4), EVERY, {}, "boundaries (2, 3, 5)"),
-        (claims(3, 4, 6), EVERY, {}, "boundaries (2, 3, 5)"),
-        (claims(2, 3, 0), EVERY, {}, "boundaries (2, 3, 5)"),
-        (claims(2, 0, 5), EVERY, {}, "boundaries (2, 3, 5)"),
-        (chunks_reversed, EVERY, {}, "boundaries (5, 3, 2)"),
-        (hidden_first, EVERY, {}, "hidden state before the embedding"),
-        (in_pairs, EVERY, {}, "rotary pairs"),
-        (random_head, EVERY, {}, "the target's head"),
-        (head_of_first_ids, EVERY, {}, "draft ids as target ids"),
-        (says(), EVERY, {"lag": 1}, "features 1 behind their token"),
-        (says(), EVERY, {"lag": -1}, "features 1 behind their token"),
-        (says(), EVERY, {"final_norm": True}, "boundaries before the final norm"),
-        # Of another config, each family would be compiled again: theirs, and those that need not.
+        (claims(3, 4, 6), QUICK, {}, "boundaries (2, 3, 5)"),
+        (claims(2, 3, 0), QUICK, {}, "boundaries (2, 3, 5)"),
+        (claims(2, 0, 5), QUICK, {}, "boundaries (2, 3, 5)"),
+        (chunks_reversed, QUICK, {}, "boundaries (5, 3, 2)"),
+        (hidden_first, QUICK, {}, "hidden state before the embedding"),
+        (in_pairs, (*QUICK, "pairing", "positions"), {}, "rotary pairs"),
+        (random_head, QUICK, {}, "the target's head"),
+        (head_of_first_ids, QUICK, {}, "draft ids as target ids"),
+        (says(), QUICK, {"lag": 1}, "features 1 behind their token"),
+        (says(), QUICK, {"lag": -1}, "features 1 behind their token"),
+        (
+            says(),
+            (*QUICK, "feature norm"),
+            {"final_norm": True},
+            "boundaries before the final norm",
+        ),
+        # The other families are each compiled again for another config.
         (absolute_ids, QUICK, {}, "d2t as absolute ids"),
         (wrong_embedding, QUICK, {}, "the target's embedding"),
         (normed_features, (*QUICK, "feature norm"), {}, "no fc_norm"),
@@ -215,7 +220,7 @@ EVERY = ()
     ],
 )
 def test_finds_a_fault_among_others(diagnosis, plant, families, declared, expected):
-    report = diagnosis(plant, families, levels=3, **declared)
+    report = diagnosis(plant, families, **declared)
     assert (report.best and report.best.name) == expected
 
 

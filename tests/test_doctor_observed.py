@@ -18,8 +18,8 @@ from jaxspec import (
     load_target,
     load_tokenizer,
 )
-from jaxspec.doctor import DoctorConfig, diagnose
-from jaxspec.doctor_readings import FAMILIES
+from jaxspec.doctor import diagnose
+from jaxspec.doctor_scores import DoctorConfig
 from jaxspec.doctor_texts import Text, loop_start, num_steps, read_observed, replay
 from jaxspec.errors import InputError
 from tests import draft_kinds
@@ -44,17 +44,16 @@ def run(target, draft, prompts, max_new_tokens, temperature) -> list[Text]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tiny", "TorchSpec"])
-def test_replays_the_engine_exactly(target, draft, tmp_path, kind):
-    """Every step of the real, cached, chunked one is found again by the teacher-forced walk."""
-    if kind != "tiny":
-        directory = make_checkpoint.write(tmp_path / "draft", *draft_kinds.LAYOUTS[kind]())
-        draft = load_draft(directory, target.numerics, target=target)
+def test_replays_the_engine_exactly(target, tmp_path):
+    """Every step of the real, cached, chunked one is found again by the teacher-forced walk; with
+    a latent draft of EAGLE-3.1. `test_blames` has one of Llama's attention."""
+    directory = make_checkpoint.write(tmp_path / "draft", *draft_kinds.LAYOUTS["TorchSpec"]())
+    draft = load_draft(directory, target.numerics, target=target)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 20, size=n).tolist() for n in range(4, 12)]
     texts = run(target, draft, prompts, 24, 1.0)
     assert sum(sum(text.accepted or ()) for text in texts) > 5
-    report = diagnose(target, draft, texts, DoctorConfig(batch_size=8, families=()))
+    report = diagnose(target, draft, texts, DoctorConfig(batch_size=8), families=())
     observed = report.observed
     assert observed is not None and not report.looping
     assert observed.replayed == observed.accept_length
@@ -168,20 +167,19 @@ def test_blames(mini, shipped, tmp_path, monkeypatch, fault):  # noqa: F811
             own_hidden_in_accepted_rows(patch)
         else:
             fc = shipped[1]["fc.weight"]
-            noise = np.random.default_rng(0).normal(0, 0.3, fc.shape).astype(fc.dtype)
+            noise = np.random.default_rng(0).normal(0, 1, fc.shape).astype(fc.dtype)
             bad = other_claim(shipped, tmp_path / "draft", **{"fc.weight": fc + noise})
             of_engine = of_doctor = load_draft(bad, numerics, target=target)
-        texts = run(target, of_engine, prompts, 64, 0.8)
-    chosen = tuple(one for one in FAMILIES if one.name == "boundaries")
-    config = DoctorConfig(batch_size=16, families=chosen)
-    report = diagnose(target, of_doctor, texts, config, engine="another engine")
+        # Stale rows cost little here: they need many tokens, and steps that accept many.
+        count, length = (32, 64) if fault == "stale rows" else (16, 32)
+        texts = run(target, of_engine, prompts[:count], length, 0.3)
+    config = DoctorConfig(batch_size=16)
+    report = diagnose(target, of_doctor, texts, config, families=(), engine="another engine")
     observed = report.observed
-    print(fault, observed)
-    assert observed is not None and report.is_as_declared
+    assert observed is not None
     assert observed.blames == ("draft" if fault == "bad draft" else "engine")
     assert report.finding().startswith(f"another engine got {observed.accept_length:.2f}; these")
     if fault == "bad draft":
-        assert observed.replayed == pytest.approx(observed.accept_length, abs=0.02)
-        assert observed.replayed < 0.85 * observed.ceiling
+        assert observed.replayed == observed.accept_length < 0.8 * observed.ceiling
     else:
-        assert observed.replayed > observed.accept_length + 0.05
+        assert observed.replayed > observed.accept_length
