@@ -97,6 +97,8 @@ def _boundaries(case: Case, target: Target) -> Variants:
         whole += [defaults, tuple(b + 1 for b in defaults)]
     for place, b in enumerate(ids):
         others = [b - 1, b + 1, 0, last, *defaults[place : place + 1]]
+        if b == 0:  # which hardly anybody means: then it could be any
+            others = list(range(1, last + 1))
         whole += [(*ids[:place], other, *ids[place + 1 :]) for other in others]
     for other in dict.fromkeys(whole):
         if other != ids and min(other) >= 0 and max(other) <= last:

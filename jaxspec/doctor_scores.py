@@ -2,8 +2,8 @@
 
 As training-time test does it (arXiv:2503.01840): row t pairs the features of t with token t + 1;
 the d-th drafted token of row t is guessed from the draft's own hidden state, with the text's own
-tokens in between, and sees the committed rows up to t and its own chain. That is also what an engine
-computes in a step of a chain whose drafted tokens were accepted so far.
+tokens in between, and sees the committed rows up to t and its own chain. That is also what engines
+compute in a step of a chain whose drafted tokens were accepted so far.
 """
 
 import collections
@@ -270,7 +270,7 @@ def _joined(earlier: DraftCache, rows: DraftCache) -> DraftCache:
 @typed
 def _judged(
     logits_BTU: Float[Array, "B T U"],
-    target_of_draft: Int[Array, " U"],
+    tokens_U: Int[Array, "U"],  # noqa: F821
     truth: _Truth,
     after: int,
     top: int,
@@ -280,11 +280,11 @@ def _judged(
     log_prob_BTV, best_BT = truth.log_prob[:, rows], truth.best[:, rows]
     floor = jnp.log(SPREAD / log_prob_BTV.shape[-1])
     spread_BTU = jnp.logaddexp(jnp.log1p(-SPREAD) + jax.nn.log_softmax(logits_BTU, axis=-1), floor)
-    share_BTU = jnp.exp(log_prob_BTV[..., target_of_draft])
+    share_BTU = jnp.exp(log_prob_BTV[..., tokens_U])
     score_BT = floor + jnp.sum(share_BTU * (spread_BTU - floor), axis=-1)
     score_BT = jnp.where(jnp.isnan(score_BT), floor, score_BT)  # numbers that overflow say nothing
     _, first_BTM = jax.lax.top_k(logits_BTU, min(top, logits_BTU.shape[-1]))
-    guess_BTM = target_of_draft[first_BTM]
+    guess_BTM = tokens_U[first_BTM]
     guess_BT = guess_BTM[..., 0]
     return Scores(
         score_BT,

@@ -5,9 +5,7 @@ import sys
 
 import pytest
 
-from jaxspec import SHIPPED_DRAFT, SHIPPED_PROMPTS, cli
-from tests.make_checkpoint import write
-from tests.test_doctor import claims, shipped  # noqa: F401
+from jaxspec import SHIPPED_DRAFT, cli
 
 
 @pytest.fixture
@@ -46,24 +44,3 @@ def test_bad_input(run, tmp_path, args, message):
     (tmp_path / "run.jsonl").write_text(f"{json.dumps(header)}\n{json.dumps(entry)}\n")
     status, out, err = run(*args)
     assert (status, out) == (2, "") and err.startswith("jaxspec: ") and message in err
-
-
-@pytest.mark.slow
-def test_a_draft_one_off(run, shipped, tmp_path):  # noqa: F811
-    """Whose ids were read in the other convention: found, drawn and written as JSON."""
-    config, tensors = json.loads(json.dumps(shipped[0])), dict(shipped[1])
-    claims(1, 2, 4)(config, tensors)
-    write(tmp_path / "one-off", config, tensors)
-    prompts = SHIPPED_PROMPTS.read_text().splitlines()
-    looping = json.dumps({"id": "loop", "prompt": "ab " * 60})
-    (tmp_path / "p.jsonl").write_text("\n".join([*prompts, looping]) + "\n")
-    status, out, err = run(
-        "--draft", "one-off", "--prompt-file", "p.jsonl", "--max-new-tokens", "0", "--levels", "1",
-        "--plot", "p.png", "--json",
-    )  # fmt: skip
-    found = json.loads(out.splitlines()[-1])
-    assert status == 1 and found["kind"] == "measured" and not found["is_as_declared"]
-    assert found["best"] == found["readings"][0]["name"] == "boundaries (2, 3, 5)"
-    assert "eagle_aux_hidden_state_layer_ids [2, 3, 5]" in found["finding"]
-    assert found["looping"] == ["loop"] and "left out, since they repeat themselves: loop" in err
-    assert (tmp_path / "p.png").stat().st_size > 5000
