@@ -270,7 +270,7 @@ def _joined(earlier: DraftCache, rows: DraftCache) -> DraftCache:
 @typed
 def _judged(
     logits_BTU: Float[Array, "B T U"],
-    tokens_U: Int[Array, "U"],  # noqa: F821
+    tokens_U: Int[Array, "U"],
     truth: _Truth,
     after: int,
     top: int,
