@@ -81,11 +81,11 @@ class Family:
 
 def readings_of(case: Case, target: Target, families: tuple[Family, ...]) -> list[Reading]:
     """All readings of a declared case that its shapes allow, each once."""
-    return [
-        Reading(family.name, name, family.fault, change, other)
-        for family in families
-        for name, change, other in family.variants(case, target)
-    ]
+    found: dict[str, Reading] = {}
+    for family in families:
+        for name, change, other in family.variants(case, target):
+            found.setdefault(name, Reading(family.name, name, family.fault, change, other))
+    return list(found.values())
 
 
 def _boundaries(case: Case, target: Target) -> Variants:

@@ -2,10 +2,11 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
-from jaxspec import SHIPPED_DRAFT, cli
+from jaxspec import SHIPPED_DRAFT, SHIPPED_PROMPTS, cli
 
 
 @pytest.fixture
@@ -44,3 +45,9 @@ def test_bad_input(run, tmp_path, args, message):
     (tmp_path / "run.jsonl").write_text(f"{json.dumps(header)}\n{json.dumps(entry)}\n")
     status, out, err = run(*args)
     assert (status, out) == (2, "") and err.startswith("jaxspec: ") and message in err
+
+
+def test_the_prompts_that_ship_are_held_out():
+    prompts = json.loads((Path(__file__).parent / "golden" / "prompts.json").read_text())
+    shipped = [json.loads(line)["prompt"] for line in SHIPPED_PROMPTS.read_text().splitlines()]
+    assert shipped == [prompt["text"] for prompt in prompts["evaluation"]]
