@@ -39,7 +39,6 @@ from jaxspec.convert.prepare import Prepared
 from jaxspec.convert.problems import CheckpointError, Problems
 from jaxspec.convert.shards import ShardWriter, widest_first, write_tensors
 from jaxspec.convert.source import read_json
-from jaxspec.convert.write import ConvertConfig, prepare
 from jaxspec.kernels.expert_matmul.packing import GROUP
 
 if TYPE_CHECKING:

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from jaxspec.convert.rotary import RotaryChoice
     from jaxspec.convert.write import ConvertConfig
     from jaxspec.convert.write import convert as convert_checkpoint
-    from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_TARGET
+    from jaxspec.doctor import diagnose
+    from jaxspec.doctor_scores import DoctorConfig
+    from jaxspec.doctor_texts import Text
+    from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_PROMPTS, SHIPPED_TARGET
     from jaxspec.errors import InputError
     from jaxspec.generator import GenerateConfig, Generator
     from jaxspec.hardware import Assumptions
@@ -38,11 +41,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SHIPPED_DRAFT",
+    "SHIPPED_PROMPTS",
     "SHIPPED_TARGET",
     "Assumptions",
     "Completion",
     "ContractError",
     "ConvertConfig",
+    "DoctorConfig",
     "ExportConfig",
     "GenerateConfig",
     "GenerateReport",
@@ -57,6 +62,7 @@ __all__ = [
     "Request",
     "RotaryChoice",
     "SamplingConfig",
+    "Text",
     "Tokenizer",
     "TrainConfig",
     "TrainReport",
@@ -65,6 +71,7 @@ __all__ = [
     "compare_records",
     "compare_runs",
     "convert_checkpoint",
+    "diagnose",
     "export_checkpoint",
     "generate",
     "identify_features",
@@ -88,7 +95,10 @@ _MODULES = {
     "convert.inspect": ("inspect_checkpoint",),
     "convert.rotary": ("RotaryChoice",),
     "convert.write": ("ConvertConfig", "convert_checkpoint"),
-    "environment": ("SHIPPED_DRAFT", "SHIPPED_TARGET"),
+    "doctor": ("diagnose",),
+    "doctor_scores": ("DoctorConfig",),
+    "doctor_texts": ("Text",),
+    "environment": ("SHIPPED_DRAFT", "SHIPPED_PROMPTS", "SHIPPED_TARGET"),
     "errors": ("InputError",),
     "generator": ("GenerateConfig", "Generator"),
     "hardware": ("Assumptions",),

@@ -8,12 +8,13 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from jaxspec.aliases import CacheLayout, Convention, Dtype
+from jaxspec.aliases import CacheLayout
 from jaxspec.cli_compare import compare
+from jaxspec.cli_doctor import doctor
 from jaxspec.cli_export import export
 from jaxspec.cli_plan import plan
 from jaxspec.cli_train import train_draft
@@ -39,13 +40,14 @@ from jaxspec.flags import (
     TargetFlag,
     ThinkingFlag,
     TokensFlag,
+    ids_of,
+    models_of,
+    rotary_of,
 )
 from jaxspec.version import version
 
 if TYPE_CHECKING:
-    from jaxspec.commands import ModelFlags
     from jaxspec.config import MeshConfig, TreeConfig
-    from jaxspec.convert.rotary import RotaryChoice
 
 __all__ = ["app", "main"]
 
@@ -194,7 +196,7 @@ def generate(
     if ceiling and draft == "none":
         raise InputError("--ceiling is of a tree, and --draft none has none")
     drafted = (draft, capture, capture_convention, draft_rotary)
-    models = _models(target, drafted, dtype, implementation, _mesh(mesh, cache))
+    models = models_of(target, drafted, dtype, implementation, _mesh(mesh, cache))
     sglang = (speculative_num_steps, speculative_eagle_topk, speculative_num_draft_tokens)
     flags = GenerateFlags(
         models=models,
@@ -314,9 +316,9 @@ def record(
     if features:
         if boundaries is not None or top is not None:
             raise InputError("--boundaries and --top are of a record; --features keeps its own")
-        ids = _ids("--capture", capture)
+        ids = ids_of("--capture", capture)
         drafted = (draft, None, capture_convention, draft_rotary)
-        models = _models(target, drafted, dtype, None, _mesh(mesh, cache))
+        models = models_of(target, drafted, dtype, None, _mesh(mesh, cache))
         with Display() as display:
             made = run_record_features(models, prompts, ids, length or 512, out, display)
         if as_json and is_first():
@@ -325,8 +327,8 @@ def record(
     if length is not None:
         raise InputError("--length is of --features: a record takes prompts as they are")
     drafted = (draft, capture, capture_convention, draft_rotary)
-    models = _models(target, drafted, dtype, None, _mesh(mesh, cache))
-    kept = () if boundaries == "none" else _ids("--boundaries", boundaries)
+    models = models_of(target, drafted, dtype, None, _mesh(mesh, cache))
+    kept = () if boundaries == "none" else ids_of("--boundaries", boundaries)
     with Display() as display:
         done = run_record(
             models,
@@ -383,7 +385,7 @@ def convert(
         None if target is None else locate(target),
         experts,
         latent_norm_eps,
-        _rotary(draft_rotary),
+        rotary_of(draft_rotary),
     )
     with Display() as display:
         report = run(
@@ -438,7 +440,7 @@ def inspect(
     config = ConvertConfig(
         capture_convention=capture_convention,
         target=None if target is None else locate(target),
-        draft_rotary=_rotary(draft_rotary),
+        draft_rotary=rotary_of(draft_rotary),
     )
     found = run(locate(path), config)
     print(json.dumps(found.to_dict()) if as_json else describe(found))
@@ -453,7 +455,7 @@ def _inspect_features(
 
     with Display() as display:
         report = run_identify(
-            path, _models(target, ("none", None, None, None), "float32", None), display
+            path, models_of(target, ("none", None, None, None), "float32", None), display
         )
     print(json.dumps(report.to_dict()) if as_json else report.summary())
     if not report.holds:
@@ -464,41 +466,6 @@ def _start_jax(compile_cache: str | None) -> None:
     from jaxspec.environment import start_jax
 
     start_jax(compile_cache)
-
-
-def _models(
-    target: str | None,
-    drafted: tuple[str | None, str | None, Convention | None, str | None],
-    dtype: Dtype | None,
-    implementation: str | None,
-    mesh: "MeshConfig | None" = None,
-) -> "ModelFlags":
-    """The models that the flags name; `drafted` is the draft, and three flags about it."""
-    import jax
-
-    from jaxspec.commands import ModelFlags
-    from jaxspec.config import Numerics
-
-    draft, capture, convention, rotary = drafted
-    if draft == "none" and rotary is not None:
-        raise InputError("--draft-rotary says how a draft turns its keys: there is no draft")
-    if draft == "none" and capture is not None:
-        raise InputError("--capture without a draft: nothing would be done with what is captured")
-    if draft == "none" and convention is not None:
-        raise InputError("--capture-convention says how a draft's ids are read: there is no draft")
-    known = get_args(get_args(get_type_hints(Numerics)["implementation"])[0])
-    if implementation not in (None, *known):
-        raise InputError(f"--implementation is {implementation!r}; there are {' and '.join(known)}")
-    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    numerics = Numerics(dtype=dtype, implementation=cast("Any", implementation), mesh=mesh)
-    choice = _rotary(rotary)
-    return ModelFlags(target, draft, _ids("--capture", capture), convention, choice, numerics)
-
-
-def _rotary(text: str | None) -> "RotaryChoice":
-    from jaxspec.convert.rotary import RotaryChoice
-
-    return RotaryChoice() if text is None else RotaryChoice.parse(text)
 
 
 OWN = ("coordinator", "process_index", "join_timeout", "as_json", "compile_cache")
@@ -545,16 +512,6 @@ def _mesh(text: str | None, cache: CacheLayout | None) -> "MeshConfig | None":
     return MeshConfig.parse(text, cache or "replicated")
 
 
-def _ids(flag: str, text: str | None) -> tuple[int, ...] | None:
-    """The ids written as 2,30,58; None where the flag was not given."""
-    if text is None:
-        return None
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() for part in parts):
-        raise InputError(f"{flag} is {text!r}: expected boundaries, as in 2,30,58")
-    return tuple(map(int, parts))
-
-
 def _tree(
     text: str | None, sglang: tuple[int | None, int | None, int | None], has_draft: bool
 ) -> "TreeConfig | None":
@@ -581,7 +538,7 @@ def _tree(
     return tree
 
 
-for command in (plan, export, compare, train_draft):
+for command in (plan, export, compare, doctor, train_draft):
     app.command()(command)
 
 

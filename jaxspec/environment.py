@@ -10,6 +10,7 @@ __all__ = [
     "KIMI_DRAFT_CONFIG",
     "KIMI_TARGET_CONFIG",
     "SHIPPED_DRAFT",
+    "SHIPPED_PROMPTS",
     "SHIPPED_TARGET",
     "default_compile_cache",
     "hub_cache",
@@ -20,6 +21,8 @@ __all__ = [
 SHIPPED_TARGET = Path(__file__).parent / "checkpoints" / "mini-target"
 SHIPPED_DRAFT = Path(__file__).parent / "checkpoints" / "mini-draft"
 """The small trained pair that comes with the package."""
+SHIPPED_PROMPTS = Path(__file__).parent / "checkpoints" / "mini-prompts.jsonl"
+"""Text that the pair was not trained on: the evaluation prompts of tests/golden/prompts.json."""
 KIMI_TARGET_CONFIG = Path(__file__).parent / "configs" / "kimi-k2.5"
 KIMI_DRAFT_CONFIG = Path(__file__).parent / "configs" / "kimi-k2.5-eagle3"
 """Kimi-K2.5's sizes and those of a published draft for it, to plan with: there are no weights."""

@@ -1,11 +1,20 @@
-"""Flags that several commands share. A default that no signature can state is in the help."""
+"""Flags that several commands share, and what they mean.
+
+A default that no signature can state is in the help.
+"""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_type_hints
 
 import typer
 
 from jaxspec.aliases import CacheLayout, Convention, Dtype
+from jaxspec.errors import InputError
+
+if TYPE_CHECKING:
+    from jaxspec.commands import ModelFlags
+    from jaxspec.config import MeshConfig
+    from jaxspec.convert.rotary import RotaryChoice
 
 __all__ = [
     "DEFAULT_TREE",
@@ -28,6 +37,9 @@ __all__ = [
     "TargetFlag",
     "ThinkingFlag",
     "TokensFlag",
+    "ids_of",
+    "models_of",
+    "rotary_of",
 ]
 
 DEFAULT_TREE = "3x1x4"
@@ -174,3 +186,49 @@ CompileCacheFlag = Annotated[
         "$JAX_COMPILATION_CACHE_DIR, or jaxspec/compiled in this user's caches.",
     ),
 ]
+
+
+def models_of(
+    target: str | None,
+    drafted: tuple[str | None, str | None, Convention | None, str | None],
+    dtype: Dtype | None,
+    implementation: str | None,
+    mesh: "MeshConfig | None" = None,
+) -> "ModelFlags":
+    """The models that the flags name; `drafted` is the draft, and three flags about it."""
+    import jax
+
+    from jaxspec.commands import ModelFlags
+    from jaxspec.config import Numerics
+
+    draft, capture, convention, rotary = drafted
+    if draft == "none" and rotary is not None:
+        raise InputError("--draft-rotary says how a draft turns its keys: there is no draft")
+    if draft == "none" and capture is not None:
+        raise InputError("--capture without a draft: nothing would be done with what is captured")
+    if draft == "none" and convention is not None:
+        raise InputError("--capture-convention says how a draft's ids are read: there is no draft")
+    known = get_args(get_args(get_type_hints(Numerics)["implementation"])[0])
+    if implementation not in (None, *known):
+        raise InputError(f"--implementation is {implementation!r}; there are {' and '.join(known)}")
+    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    numerics = Numerics(dtype=dtype, implementation=cast("Any", implementation), mesh=mesh)
+    choice = rotary_of(rotary)
+    return ModelFlags(target, draft, ids_of("--capture", capture), convention, choice, numerics)
+
+
+def rotary_of(text: str | None) -> "RotaryChoice":
+    """What --draft-rotary asks for."""
+    from jaxspec.convert.rotary import RotaryChoice
+
+    return RotaryChoice() if text is None else RotaryChoice.parse(text)
+
+
+def ids_of(flag: str, text: str | None) -> tuple[int, ...] | None:
+    """The ids written as 2,30,58; None where the flag was not given."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() for part in parts):
+        raise InputError(f"{flag} is {text!r}: expected boundaries, as in 2,30,58")
+    return tuple(map(int, parts))

@@ -1,0 +1,106 @@
+"""`jaxspec doctor`: its flags."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jaxspec.flags import (
+    CaptureFlag,
+    ChatFlag,
+    CompileCacheFlag,
+    ConventionFlag,
+    DraftFlag,
+    DraftRotaryFlag,
+    DtypeFlag,
+    JsonFlag,
+    PromptArgument,
+    PromptFileFlag,
+    TargetFlag,
+    ThinkingFlag,
+    TokensFlag,
+    models_of,
+)
+
+__all__ = ["doctor"]
+
+
+def doctor(
+    prompt: PromptArgument = None,
+    *,
+    target: TargetFlag = None,
+    draft: DraftFlag = None,
+    capture: CaptureFlag = None,
+    capture_convention: ConventionFlag = None,
+    draft_rotary: DraftRotaryFlag = None,
+    prompt_file: PromptFileFlag = None,
+    tokens: TokensFlag = None,
+    chat: ChatFlag = False,
+    thinking: ThinkingFlag = None,
+    observed: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN.jsonl",
+            help="Another engine's run with a chain: what its steps gave against what these "
+            "weights give on its own tokens. Default: none.",
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="That the target writes after each prompt; 0 reads those alone.")
+    ] = 64,
+    context_length: Annotated[
+        int, typer.Option(metavar="N", help="Tokens of a text; longer prompts are cut.")
+    ] = 512,
+    temperature: Annotated[float, typer.Option(help="Of what it writes. 0 is greedy.")] = 0.8,
+    levels: Annotated[
+        int, typer.Option(help="Drafted tokens per step; of --observed, what its flags say.")
+    ] = 3,
+    top: Annotated[int, typer.Option(help="Guesses that count for top-k agreement.")] = 4,
+    batch_size: Annotated[int, typer.Option(help="Texts at a time.")] = 8,
+    dtype: DtypeFlag = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="F.png", help="A picture. Default: none.")
+    ] = None,
+    as_json: JsonFlag = False,
+    compile_cache: CompileCacheFlag = None,
+) -> None:
+    """Why is acceptance low? The draft as declared, and under every other reading of it.
+
+    Without prompts: those that ship. Exit status 1 if another reading explains the target better,
+    or --observed finds the engine at fault.
+    """
+    from rich.console import Console
+
+    from jaxspec.commands import PromptFlags
+    from jaxspec.console import Display
+    from jaxspec.doctor_run import DoctorFlags, run_doctor
+    from jaxspec.doctor_scores import DoctorConfig
+    from jaxspec.doctor_view import plot_report, table_of
+    from jaxspec.environment import start_jax
+    from jaxspec.picture import check_picture
+
+    start_jax(compile_cache)
+    if plot is not None:
+        check_picture(plot)
+    flags = DoctorFlags(
+        models_of(target, (draft, capture, capture_convention, draft_rotary), dtype, None),
+        PromptFlags(prompt, prompt_file, tokens, chat, thinking),
+        DoctorConfig(levels, top, batch_size),
+        observed,
+        max_new_tokens,
+        temperature,
+        context_length,
+    )
+    with Display() as display:
+        report = run_doctor(flags, display)
+    if plot is not None:
+        plot_report(report, plot)
+    if as_json:
+        print(json.dumps(report.to_dict()))
+    else:
+        console = Console(width=None if Console().is_terminal else 160)
+        console.print(table_of(report))
+        print(report.finding())
+    if not report.holds:
+        raise typer.Exit(1)

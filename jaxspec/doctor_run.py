@@ -1,0 +1,121 @@
+"""What `jaxspec doctor` does once its flags are read; `cli_doctor.py` reads them."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from jaxspec.commands import ModelFlags, PromptFlags, load
+from jaxspec.console import Display
+from jaxspec.contracts import Features
+from jaxspec.doctor import diagnose
+from jaxspec.doctor_report import DoctorReport
+from jaxspec.doctor_scores import DoctorConfig
+from jaxspec.doctor_texts import Text, read_observed, write_on
+from jaxspec.environment import SHIPPED_PROMPTS
+from jaxspec.errors import InputError
+from jaxspec.tokenizer import load_tokenizer
+
+__all__ = ["DoctorFlags", "run_doctor"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DoctorFlags:
+    """All of `jaxspec doctor`.
+
+    Attributes:
+      prompts: none at all are those that ship, for the shipped target.
+      observed: a run file, whose texts are read in place of prompts.
+      max_new_tokens: that the target writes after each prompt; 0 reads the prompts as they are.
+      temperature: of what it writes; 0 is greedy.
+      context_length: tokens of a text; a longer prompt is cut at its end.
+    """
+
+    models: ModelFlags
+    prompts: PromptFlags
+    config: DoctorConfig
+    observed: Path | None = None
+    max_new_tokens: int = 64
+    temperature: float = 0.8
+    context_length: int = 512
+
+
+def run_doctor(flags: DoctorFlags, display: Display) -> DoctorReport:
+    """The report of a draft on prompts, or on another engine's run.
+
+    Raises:
+      InputError: a flag, a prompt or a checkpoint cannot be used.
+      ContractError: draft and target do not belong together.
+    """
+    models, config, engine = flags.models, flags.config, "the engine"
+    config.check()
+    if models.draft == "none":
+        raise InputError("--draft none: there is nothing to find out about")
+    if flags.max_new_tokens < 0 or flags.context_length < flags.max_new_tokens + 2:
+        raise InputError(
+            f"--context-length {flags.context_length} has no room for a prompt and "
+            f"--max-new-tokens {flags.max_new_tokens}"
+        )
+    if flags.observed is None:
+        texts, num_cut = _prompts(flags)
+        if num_cut:
+            display.say(f"{num_cut} prompts are longer than --context-length allows, and cut")
+    else:
+        if flags.prompts != PromptFlags():
+            raise InputError("--observed brings its own prompts: give no others")
+        engine, levels, texts = read_observed(flags.observed)
+        config = dataclasses.replace(config, levels=levels)
+    target, draft = load(models, display)
+    assert draft is not None, "checked above"
+    if (claim := models.claim(target)) is not None:
+        want = draft.config.boundaries
+        Features(np.zeros((1, 1, want.total_width)), claim).require(want, "doctor")
+    for text in texts:
+        outside = [i for i in text.ids if not 0 <= i < target.config.vocab_size]
+        if outside:
+            raise InputError(
+                f"prompt {text.id!r}: token id {outside[0]} is not in a vocabulary of "
+                f"{target.config.vocab_size}"
+            )
+        if len(text.ids) > target.config.max_position_embeddings:
+            raise InputError(
+                f"prompt {text.id!r}: {len(text.ids)} tokens; the target was made for "
+                f"{target.config.max_position_embeddings}"
+            )
+    if flags.observed is None and flags.max_new_tokens:
+        with display.waiting("the target writes"):
+            texts = write_on(
+                target, texts, flags.max_new_tokens, flags.temperature, config.batch_size
+            )
+    report = diagnose(target, draft, texts, config, engine=engine, progress=display.progress)
+    if report.looping:
+        display.say(f"left out, since they repeat themselves: {', '.join(report.looping)}")
+    return report
+
+
+def _prompts(flags: DoctorFlags) -> tuple[list[Text], int]:
+    """The prompts as ids, cut to the room that there is, and how many of them had to be."""
+    asked = flags.prompts
+    if asked.text is None and asked.prompt_file is None and asked.tokens is None:
+        if flags.models.target is not None:
+            raise InputError(
+                "no prompt: give one of PROMPT, --prompt-file, --tokens and --observed; those that "
+                "ship are for the target that ships"
+            )
+        asked = dataclasses.replace(asked, prompt_file=SHIPPED_PROMPTS)
+    tokenizer = None
+    if asked.tokens is None:
+        directory = flags.models.target_directory
+        tokenizer = load_tokenizer(directory)
+        if tokenizer is None:
+            raise InputError(f"{directory}: no tiktoken.model in it; give ids with --tokens")
+    room = flags.context_length - flags.max_new_tokens
+    prompts, texts = asked.read(tokenizer), []
+    for prompt in prompts:
+        if len(prompt.ids) < 2:
+            raise InputError(
+                f"{prompt.where}: a single token, of which a draft can tell nothing; give longer "
+                "prompts"
+            )
+        texts.append(Text(prompt.id, prompt.ids[:room], min(len(prompt.ids), room)))
+    return texts, sum(len(prompt.ids) > room for prompt in prompts)

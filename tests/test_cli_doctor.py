@@ -1,0 +1,53 @@
+"""`jaxspec doctor` from its flags to its exit status."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxspec import SHIPPED_DRAFT, SHIPPED_PROMPTS, cli
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["jaxspec", "doctor", *args, "--compile-cache", "none"])
+        with pytest.raises(SystemExit) as exit:
+            cli.main()
+        return exit.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--tokens", "one.json"), "one.json, entry 1: a single token"),
+        (("x", "--draft", "none"), "nothing to find out about"),
+        (("x", "--plot", "a.txt"), "--plot a.txt"),
+        (("x", "--levels", "0"), "start at 1"),
+        (("x", "--context-length", "20"), "--context-length 20 has no room"),
+        (("x", "--target", str(SHIPPED_DRAFT), "--draft", "d"), "no tiktoken.model"),
+        (("--target", "t", "--draft", "d"), "no prompt"),
+        (("x", "--observed", "run.jsonl"), "brings its own prompts"),
+        (("--observed", "run.jsonl"), "no request has verify steps"),
+        (("--tokens", "far.json", "--max-new-tokens", "0"), "1536 is not in a vocabulary of 1536"),
+    ],
+)
+def test_bad_input(run, tmp_path, args, message):
+    (tmp_path / "one.json").write_text("[[1, 2], [3]]")
+    (tmp_path / "far.json").write_text("[[1, 1536]]")
+    header = {"format": "jaxspec-run-1", "engine": "e", "flags": {"tree": "3x1x4"}}
+    entry = {"id": "x", "prompt_ids": [1, 2], "output_ids": [3], "accepted": []}
+    (tmp_path / "run.jsonl").write_text(f"{json.dumps(header)}\n{json.dumps(entry)}\n")
+    status, out, err = run(*args)
+    assert (status, out) == (2, "") and err.startswith("jaxspec: ") and message in err
+
+
+def test_the_prompts_that_ship_are_held_out():
+    prompts = json.loads((Path(__file__).parent / "golden" / "prompts.json").read_text())
+    shipped = [json.loads(line)["prompt"] for line in SHIPPED_PROMPTS.read_text().splitlines()]
+    assert shipped == [prompt["text"] for prompt in prompts["evaluation"]]
