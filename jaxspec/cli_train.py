@@ -15,6 +15,7 @@ from jaxspec.flags import (
     DtypeFlag,
     JsonFlag,
     TargetFlag,
+    ids_of,
 )
 
 if TYPE_CHECKING:
@@ -180,7 +181,9 @@ def train_draft(
     )
     config.loss.check()
     config.optimizer.check()
-    shape = DraftShape(attention, _ids(capture), draft_vocab_size, _sizes(draft_config))
+    shape = DraftShape(
+        attention, ids_of("--capture", capture), draft_vocab_size, _sizes(draft_config)
+    )
     if draft is not None and shape != DraftShape():
         raise InputError(
             "--attention, --capture, --draft-vocab-size and --draft-config are of a fresh draft, "
@@ -254,15 +257,6 @@ def _start(
     vocab_size = target.config.vocab_size
     ids = learned.frequent_ids(vocab_size, shape.num_ids(vocab_size))
     return fresh_draft(target, shape, ids, seed)
-
-
-def _ids(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() for part in parts):
-        raise InputError(f"--capture is {text!r}: expected boundaries, as in 2,30,58")
-    return tuple(map(int, parts))
 
 
 def _sizes(text: str | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 from jaxspec.kernels.tree_verify import xla
+from jaxspec.kernels.tree_verify.sampling import gumbel
 from jaxspec.sampling import Sampling, choose, gumbel_noise, keep_top
 from tests.reference import formulas
 
@@ -70,6 +71,19 @@ def test_noise_does_not_follow_the_users_default_generator():
     before = gumbel_noise(seed, pos, 16)
     with jax.default_prng_impl("rbg"):
         np.testing.assert_array_equal(gumbel_noise(seed, pos, 16), before)
+
+
+def test_noise_is_fine_where_it_is_great():
+    """Against f64; 32 bits reach to 22.9. A token of 1e-7 is drawn by noise above 16 or so."""
+    edges = [0, 1, 2, 511, 512, 2**26 - 1, 2**26, 2**31, 2**32 - 2**9, 2**32 - 1]
+    some = np.random.default_rng(0).integers(0, 2**32, 1000)
+    bits = np.concatenate([edges, some, some >> 20]).astype(np.uint32)
+    x = (bits.astype(np.float64) + 0.5) / 2**32
+    got = np.asarray(jax.jit(gumbel)(jnp.asarray(bits.view(np.int32))))
+    is_fine = x < 0.9  # above, x is rounded: the least noise is never what decides
+    np.testing.assert_allclose(got[is_fine], -np.log(-np.log1p(-x[is_fine])), rtol=0, atol=4e-6)
+    assert np.isfinite(got).all()
+    assert got.max() > 22.8
 
 
 def kept_by_sorting(scores: np.ndarray, top_k=0, top_p=1.0, min_p=0.0) -> set[int]:

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.kernels.tree_verify.mosaic_walk import MAX_NODES, Shares, greatest_of, walk
-from jaxspec.kernels.tree_verify.sampling import LOWEST, Sampling, sortable, thresholds
+from jaxspec.kernels.tree_verify.sampling import LOWEST, Sampling, gumbel, sortable, thresholds
 from jaxspec.kernels.tree_verify.threefry import Words, bits_at, fold_in
 from jaxspec.kernels.tree_verify.xla import Verified
 
@@ -38,7 +38,6 @@ THREADS = 128
 ALIGNED = 8
 """A vocabulary that is a multiple of it makes rows and shares start at 16 bytes."""
 NO_PLACE = 2**31 - 1
-TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +221,7 @@ def _sample(
             @pl.when(depth != noise_depth)
             def _() -> None:
                 key = fold_in(seed_g[b], length_g[b] + 1 + depth)
-                noise_s[...] = _gumbel(key, first, block)
+                noise_s[...] = _noise(key, first, block)
                 plgpu.commit_smem()  # a thread may read what another one wrote
 
             greatest = greatest_of(top_g.at[b, j, 0][...], top.count)
@@ -282,18 +281,15 @@ def _thresholds(logits_BJV: jax.Array, top: Shares, sampling: Sampling) -> jax.A
     return lax.cond(sampling.is_cut.any(), searched, none)
 
 
-def _gumbel(key: Words, first: jax.Array, block: int) -> jax.Array:
-    """The noise of the ids from `first` on: `jax.random.gumbel`'s, mode "low", in f32.
+def _noise(key: Words, first: jax.Array, block: int) -> jax.Array:
+    """The noise of the ids from `first` on.
 
-    Convention: a uniform number of 23 bits in [tiny, 1), then -log(-log(u)). The bits are the same
-    everywhere. The logarithm is not: XLA's on a CPU, XLA's on a GPU and this one may differ in the
-    last place, so a near-tie can fall otherwise on another platform or with another implementation.
-    Within one, plain and speculative decoding run this same code.
+    The bits are the same everywhere. The logarithm is not: XLA's on a CPU, XLA's on a GPU and this
+    one may differ in the last place, so a near-tie can fall otherwise on another platform or with
+    another implementation. Within one, plain and speculative decoding run this same code.
     """
     token = first + lax.broadcasted_iota(jnp.int32, (block,), 0)
-    mantissa = lax.shift_right_logical(bits_at(key, token), 9)
-    one_to_two = lax.bitcast_convert_type(mantissa | 0x3F800000, jnp.float32)
-    return -jnp.log(-jnp.log(jnp.maximum(one_to_two - 1.0, TINY)))
+    return gumbel(bits_at(key, token))
 
 
 def _unsortable(order: jax.Array) -> jax.Array:

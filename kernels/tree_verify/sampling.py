@@ -5,8 +5,9 @@ noise is keyed by the request's seed and by the absolute position of the token b
 by tree node, step or batch row. So a node's choice is what plain sampling would have chosen there,
 the walk over the tree is the greedy one, and any tree gives the very tokens of plain sampling.
 
-The noise comes from uniforms k / 2^23, so it ends at 15.9, and near there in steps: a token of
-probability 1e-6 is drawn 5 % too seldom, one of 1e-7 by half (`benchmarks/draws.py` sees it).
+The noise is made of all 32 random bits, finest where it is greatest: up to 22.9, so that tokens
+down to a probability of 1e-9 are drawn as often as they should be. `jax.random.gumbel` takes 23
+bits, and draws a token of 1e-7 half as often (`benchmarks/draws.py` sees that).
 
 Convention: temperature first, then top-k, top-p and min-p, each over what is left by those before,
 as in transformers' `generate`. vLLM cuts by min-p before top-k and top-p, so that a share of top-p
@@ -22,10 +23,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["LOWEST", "Sampling", "gumbel_noise", "keep_top", "sortable", "thresholds"]
+__all__ = [
+    "LOWEST",
+    "Sampling",
+    "gumbel",
+    "gumbel_noise",
+    "keep_top",
+    "sortable",
+    "thresholds",
+]
 
 LOWEST = jnp.iinfo(jnp.int32).min
 """A threshold that every score reaches."""
+BELOW_ONE = 1 - 2.0**-24
+"""The greatest f32 below 1."""
 
 
 @functools.partial(
@@ -91,13 +102,30 @@ def gumbel_noise(seed_B: jax.Array, pos_BP: jax.Array, vocab_size: int) -> jax.A
     """Standard Gumbel noise [B,P,V] for the tokens at absolute positions `pos_BP`, f32."""
 
     def at(seed: jax.Array, pos: jax.Array) -> jax.Array:
-        # Generator, its layout and mode are named, so that a user's defaults do not change the
-        # tokens.
+        # Generator and layout are named, so that a user's defaults do not change the tokens.
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), pos)
-        return jax.random.gumbel(key, (vocab_size,), jnp.float32, mode="low")
+        bits = jax.random.bits(key, (vocab_size,), jnp.uint32)
+        return gumbel(lax.bitcast_convert_type(bits, jnp.int32))
 
     with jax.threefry_partitionable(True):
         return jax.vmap(jax.vmap(at, (None, 0)))(seed_B, pos_BP)
+
+
+def gumbel(bits: jax.Array) -> jax.Array:
+    """Standard Gumbel noise of random bits, int32, in operations that Mosaic has too.
+
+    Convention: -log(-log(1 - x)) of the uniform x = (bits, unsigned, + 1/2) / 2^32. Great noise is
+    of small x, which floats hold finely; close to 1 they are 2^-24 apart.
+    """
+    # [0, 1) in steps of 2^-23 from the upper bits, exactly, and the lower ones within such a step.
+    one_to_two = lax.bitcast_convert_type(
+        lax.shift_right_logical(bits, 9) | 0x3F800000, jnp.float32
+    )
+    lower = (bits & 0x1FF).astype(jnp.float32)
+    x = jnp.minimum((one_to_two - 1.0) + (lower + 0.5) * 2.0**-32, BELOW_ONE)
+    # -log(1 - x): by its series while 1 - x would round most of x away.
+    series = x * (1.0 + x * (1 / 2 + x * (1 / 3 + x * (1 / 4))))
+    return -jnp.log(jnp.where(x < 2.0**-6, series, -jnp.log(1.0 - x)))
 
 
 def keep_top(score_BJV: jax.Array, sampling: Sampling) -> jax.Array:
