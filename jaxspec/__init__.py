@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from jaxspec.report import GenerateReport
     from jaxspec.requests import Completion, Request
     from jaxspec.run_comparison import compare_runs
+    from jaxspec.scoring import score_gsm8k
     from jaxspec.text import SamplingConfig, generate, stream, tokenize
     from jaxspec.tokenizer import Tokenizer, load_tokenizer
 
@@ -68,6 +69,7 @@ __all__ = [
     "load_tokenizer",
     "plan_devices",
     "record",
+    "score_gsm8k",
     "stream",
     "tokenize",
 ]
@@ -94,6 +96,7 @@ _MODULES = {
     "report": ("GenerateReport",),
     "requests": ("Completion", "Request"),
     "run_comparison": ("compare_runs",),
+    "scoring": ("score_gsm8k",),
     "text": ("SamplingConfig", "generate", "stream", "tokenize"),
     "tokenizer": ("Tokenizer", "load_tokenizer"),
 }

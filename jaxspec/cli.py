@@ -16,6 +16,7 @@ from jaxspec.aliases import CacheLayout, Convention, Dtype
 from jaxspec.cli_compare import compare
 from jaxspec.cli_export import export
 from jaxspec.cli_plan import plan
+from jaxspec.cli_score import score
 from jaxspec.errors import InputError
 from jaxspec.flags import (
     DEFAULT_TREE,
@@ -544,7 +545,7 @@ def _tree(
     return tree
 
 
-for command in (plan, export, compare):
+for command in (plan, export, compare, score):
     app.command()(command)
 
 

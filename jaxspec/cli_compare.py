@@ -61,8 +61,11 @@ def compare(
     from rich.console import Console
 
     from jaxspec import comparison_view as view
+    from jaxspec.picture import check_picture
     from jaxspec.record_findings import KINDS, Kind
 
+    if plot is not None:
+        check_picture(plot)
     named = [name.strip() for name in require.split(",")] if require else []
     for name in named:
         if name not in KINDS:
