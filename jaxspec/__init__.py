@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jaxspec.generator import GenerateConfig, Generator
     from jaxspec.hardware import Assumptions
     from jaxspec.identify import identify as identify_features
+    from jaxspec.isolation import isolate_record
     from jaxspec.plan import plan as plan_devices
     from jaxspec.plan_models import PlanConfig
     from jaxspec.plan_report import PlanReport
@@ -64,6 +65,7 @@ __all__ = [
     "generate",
     "identify_features",
     "inspect_checkpoint",
+    "isolate_record",
     "load_draft",
     "load_target",
     "load_tokenizer",
@@ -87,6 +89,7 @@ _MODULES = {
     "generator": ("GenerateConfig", "Generator"),
     "hardware": ("Assumptions",),
     "identify": ("identify_features",),
+    "isolation": ("isolate_record",),
     "plan": ("plan_devices",),
     "plan_models": ("PlanConfig",),
     "plan_report": ("PlanReport",),

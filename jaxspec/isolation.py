@@ -8,135 +8,26 @@ that precision: both distances are from the layer in f32.
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from jaxspec.aliases import PathLike, Progress
 from jaxspec.errors import InputError
+from jaxspec.isolation_findings import Isolation, Part, PartKind
 from jaxspec.readings import Kind, Knobs, other_readings, run_layer
 from jaxspec.record_comparison import NEAR_TIE
 from jaxspec.record_file import RecordFile
 from jaxspec.record_findings import CLEARLY, F32_TOLERANCE
 from jaxspec.target import Target
 
-__all__ = ["Isolation", "Part", "isolate_record"]
+__all__ = ["isolate_record"]
 
-FAR = 3.0
-"""In lower precision, how much further than these weights' own worst row one may be."""
 COARSE_TIE = 2e-2
 """The margin below which a router's choice may differ in lower precision than f32."""
-
-PartKind = Literal["embedding", "dense", "sparse", "head"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """One layer, the embedding or the head (with the final norm before it).
-
-    Attributes:
-      layer: its index; None of embedding and head.
-      num_rows: compared; left out are `num_ties` in which other experts were chosen by a margin
-        that rounding explains.
-      num_other: rows in which the record has other experts than its own state leads to.
-      rms, worst: |record - f32| / |f32| of the rows.
-      own: of the same weights in the record's dtype, (rms, worst); None for a record in f32.
-      readings: under which the record agrees, the nearest one first: the fault's likely names.
-      hint: what tells the rows that are far from the others, where no reading was found.
-    """
-
-    name: str
-    kind: PartKind
-    layer: int | None
-    num_rows: int
-    num_other: int
-    num_ties: int
-    rms: float
-    worst: float
-    own: tuple[float, float] | None
-    readings: tuple[str, ...] = ()
-    blocks: tuple[str, ...] = ()
-    hint: str | None = None
-
-    @property
-    def holds(self) -> bool:
-        if self.own is None:
-            return self.worst <= F32_TOLERANCE
-        rms, worst = (max(one, F32_TOLERANCE) for one in self.own)
-        return self.rms <= CLEARLY * rms and self.worst <= FAR * worst
-
-    def finding(self) -> str:
-        """What departs and how far, and what would explain it."""
-        what = self.name if self.layer is None else f"{self.name} ({self.kind})"
-        if self.own is None:
-            text = f"{what}, by {self.worst:.1e} in the worst row, tolerance {F32_TOLERANCE:.0e}"
-        else:
-            text = f"{what}, rms {self.rms:.1e} where its own dtype explains {self.own[0]:.1e}"
-        if self.readings:
-            text += f"; the record is as with {self.readings[0]} ({self.blocks[0]})"
-            if others := self.readings[1:]:
-                text += f", or {', or '.join(others)}"
-        elif self.hint is not None:
-            text += f"; {self.hint}"
-        return text
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "holds": self.holds}
-
-
-@dataclasses.dataclass(frozen=True)
-class Isolation:
-    """Every part of a target that a record shows both sides of.
-
-    Attributes:
-      not_compared: parts of which a side is missing.
-    """
-
-    record: Path
-    target: str
-    dtype: str
-    parts: tuple[Part, ...]
-    not_compared: tuple[str, ...]
-
-    @property
-    def holds(self) -> bool:
-        """Whether something was compared and nothing departs."""
-        return bool(self.parts) and all(part.holds for part in self.parts)
-
-    def finding(self) -> str:
-        """The first parts that depart, in a sentence."""
-        if not self.parts:
-            return f"{self.record}: nothing was compared: no two boundaries that follow each other"
-        far = [part for part in self.parts if not part.holds]
-        text = f"{self.record}: "
-        if not far:
-            text += f"all of {len(self.parts)} parts are as these weights have them"
-        else:
-            text += (
-                f"{far[0].finding()}; it is the first of {len(far)} that depart from these weights"
-            )
-            other = next((one for one in far if one.readings[:1] != far[0].readings[:1]), None)
-            if other is not None and (other.readings or other.kind != far[0].kind):
-                text += f". Of another kind: {other.finding()}"
-        if self.not_compared:
-            text += f"; not compared: {', '.join(self.not_compared)}"
-        return text
-
-    def to_dict(self) -> dict[str, Any]:
-        """The `--json` object."""
-        return {
-            "kind": "isolation",
-            "record": str(self.record),
-            "target": self.target,
-            "dtype": self.dtype,
-            "parts": [part.to_dict() for part in self.parts],
-            "not_compared": list(self.not_compared),
-            "finding": self.finding(),
-            "holds": self.holds,
-        }
+SURE = 6.0
+"""Standard errors from which what all rows together show is no chance."""
 
 
 def isolate_record(
@@ -152,7 +43,7 @@ def isolate_record(
 
     Args:
       target: in f32, on one device.
-      coarse: the same weights in the record's dtype; needed unless that is f32.
+      coarse: the same weights in the record's dtype, bf16 for any below f32; not needed for f32.
       progress: called with "isolating", and how many of how many parts are done.
 
     Raises:
@@ -161,8 +52,8 @@ def isolate_record(
     record = RecordFile.open(Path(path))
     if record.dtype != "float32" and coarse is None:
         raise InputError(
-            f"{path} is in {record.dtype}: it is judged by these weights in that dtype, and they "
-            "were given in float32 alone"
+            f"{path} is in {record.dtype}: it is judged by these weights in lower precision, too, "
+            "and they were given in float32 alone"
         )
     comparison = _Comparison(record, target, None if record.dtype == "float32" else coarse)
     total = target.config.num_hidden_layers + 2
@@ -211,9 +102,11 @@ class _Comparison:
             part = None
             if before is not None and after is not None:
                 part, kind = self._layer(layer, before, after), self._kind(layer)
-                if not part.holds and kind not in tried:
+                if not part.is_near and kind not in tried:
                     tried.add(kind)
                     part = self._with_readings(part, before, after)
+                elif self._coarse is not None and layer in (0, c.first_k_dense_replace):
+                    part = self._with_faint(part, before, after)
             yield f"layer {layer}", part
             before = after
         yield "head", self._head(before)
@@ -245,15 +138,16 @@ class _Comparison:
             return None
         given = [(self._target, jnp.asarray(last_BTD))]
         if self._coarse is not None:
-            given.append((self._coarse, jnp.asarray(last_BTD).astype(self._record.dtype)))
+            given.append(
+                (self._coarse, jnp.asarray(last_BTD).astype(self._coarse.numerics.jnp_dtype))
+            )
         ours, *own = (np.asarray(model.logits(x_BTD))[self._is_real_BT] for model, x_BTD in given)
         theirs = self._record.rows("logits", self._is_real_BT)
         return _part("head", "head", None, theirs, ours, own[0] if own else None)
 
     def _run(
         self, layer: int, x_BTD: np.ndarray, knobs: Knobs | None = None, *, is_coarse: bool = False
-    ) -> tuple[np.ndarray, Any]:
-        """The layer's output rows [M,D] in f32, and its routing as rows."""
+    ) -> "_Rows":
         split, x = self._split, jnp.asarray(x_BTD)
         if is_coarse:
             assert self._coarse is not None and self._coarse_split is not None
@@ -261,42 +155,48 @@ class _Comparison:
         kind = self._kind(layer)
         index = layer - (self._config.first_k_dense_replace if kind == "sparse" else 0)
         y_BTD, routing = run_layer(*split, kind, x, jnp.int32(index), knobs)
-        rows = jax.tree.map(lambda leaf: np.asarray(leaf)[self._is_real_BT], routing)
-        return np.asarray(y_BTD.astype(jnp.float32))[self._is_real_BT], rows
+        state_MD = np.asarray(y_BTD.astype(jnp.float32))[self._is_real_BT]
+        if routing is None:
+            return _Rows(state_MD, None)
+        experts_MX, margin_M = (
+            np.asarray(leaf)[self._is_real_BT] for leaf in (routing.expert, routing.margin)
+        )
+        return _Rows(state_MD, _Choice(experts_MX, margin_M))
 
     def _layer(self, layer: int, x_BTD: np.ndarray, y_BTD: np.ndarray) -> Part:
-        ours, routing = self._run(layer, x_BTD)
-        theirs, own = y_BTD[self._is_real_BT], None
-        is_other_M = is_tie_M = np.zeros(len(theirs), bool)
-        if routing is not None:
-            is_other_M, is_tie_M = self._other_experts(layer, routing)
-        is_kept_M = ~is_tie_M
+        ours, own = self._run(layer, x_BTD), None
+        is_other_M, is_tie_M = self._other_experts(layer, ours)
         if self._coarse is not None:
-            own, own_routing = self._run(layer, x_BTD, is_coarse=True)
-            if own_routing is not None:
-                is_kept_M &= _is_same_set(routing.expert, own_routing.expert)
-        if not is_kept_M.any():  # nothing is left that ties do not reach
-            is_kept_M = np.ones_like(is_kept_M)
-        kept = [None if rows is None else rows[is_kept_M] for rows in (theirs, ours, own)]
-        part = _part(f"layer {layer}", self._kind(layer), layer, *kept)
+            coarse = self._run(layer, x_BTD, is_coarse=True)
+            is_tie_M = is_tie_M | ours.chooses_otherwise(coarse)
+            own = coarse.states
+        # Where ties reach every row, they are all there is to compare.
+        is_kept_M = is_tie_M if is_tie_M.all() else ~is_tie_M
+        rows = y_BTD[self._is_real_BT], ours.states
+        theirs, expected = (state_MD[is_kept_M] for state_MD in rows)
+        own = None if own is None else own[is_kept_M]
         part = dataclasses.replace(
-            part, num_other=int(is_other_M.sum()), num_ties=int((~is_kept_M).sum())
+            _part(f"layer {layer}", self._kind(layer), layer, theirs, expected, own),
+            num_other=int(is_other_M.sum()),
+            num_ties=int((~is_kept_M).sum()),
         )
-        if part.holds:
+        if part.is_near:
             return part
-        experts = None if routing is None else routing.expert[is_kept_M]
+        experts = None if ours.choice is None else ours.choice.experts[is_kept_M]
         position_M = np.nonzero(self._is_real_BT)[1][is_kept_M]
-        return dataclasses.replace(part, hint=_hint(part, *kept[:2], position_M, experts))
+        return dataclasses.replace(part, hint=_hint(part, theirs, expected, position_M, experts))
 
-    def _other_experts(self, layer: int, routing: Any) -> tuple[np.ndarray, np.ndarray]:
+    def _other_experts(self, layer: int, rows: "_Rows") -> tuple[np.ndarray, np.ndarray]:
         """[M], where the record has other experts, and where a near-tie explains or may hide it."""
-        is_near_M = routing.margin < (NEAR_TIE if self._coarse is None else COARSE_TIE)
+        nowhere = np.zeros(len(rows.states), bool)
+        if rows.choice is None:
+            return nowhere, nowhere
+        is_near_M = rows.choice.margin < (NEAR_TIE if self._coarse is None else COARSE_TIE)
         name = f"router.{layer:03d}"
         if name not in self._record.shapes:
-            unknown = np.zeros(len(is_near_M), bool)
-            return unknown, is_near_M if self._coarse is None else unknown
-        chosen = self._record.rows(name, self._is_real_BT)
-        is_other_M = ~_is_same_set(chosen, routing.expert)
+            return nowhere, is_near_M if self._coarse is None else nowhere
+        chosen_MX = self._record.rows(name, self._is_real_BT)
+        is_other_M = _is_other_set(chosen_MX, rows.choice.experts)
         return is_other_M, is_other_M & is_near_M
 
     def _with_readings(self, part: Part, x_BTD: np.ndarray, y_BTD: np.ndarray) -> Part:
@@ -304,22 +204,77 @@ class _Comparison:
         assert part.layer is not None
         found, theirs = [], y_BTD[self._is_real_BT]
         for reading in other_readings(self._config, self._kind(part.layer)):
-            ours, routing = self._run(part.layer, x_BTD, reading.knobs)
-            is_kept_M = np.ones(len(theirs), bool)
-            if routing is not None:
-                is_kept_M = ~self._other_experts(part.layer, routing)[1]
+            rows = self._run(part.layer, x_BTD, reading.knobs)
+            is_kept_M = ~self._other_experts(part.layer, rows)[1]
             if not is_kept_M.any():
                 continue
-            read = _part(part.name, part.kind, part.layer, theirs[is_kept_M], ours[is_kept_M], None)
-            if dataclasses.replace(read, own=part.own).holds:
+            given = theirs[is_kept_M], rows.states[is_kept_M]
+            read = _part(part.name, part.kind, part.layer, *given, None)
+            if dataclasses.replace(read, own=part.own).is_near:
                 found.append((read.rms, reading))
         found.sort(key=lambda one: one[0])
         readings = [reading for _, reading in found]
         return dataclasses.replace(
             part,
             readings=tuple(one.name for one in readings),
-            blocks=tuple(str(one.block) for one in readings),
+            blocks=tuple(one.block for one in readings),
         )
+
+    def _with_faint(self, part: Part, x_BTD: np.ndarray, y_BTD: np.ndarray) -> Part:
+        """The part with what all its rows together show of each reading.
+
+        The record's distance from the same weights in its dtype, projected on the difference that
+        the reading makes: rounding has no part in that direction, and averages out over the rows.
+        """
+        assert part.layer is not None
+        ours, own = self._run(part.layer, x_BTD), self._run(part.layer, x_BTD, is_coarse=True)
+        is_kept_M = ~(self._other_experts(part.layer, ours)[0] | ours.chooses_otherwise(own))
+        size_M1 = np.linalg.norm(ours.states, axis=1, keepdims=True)
+        size_M1 = np.maximum(size_M1, np.finfo(np.float32).tiny)
+        away_MD = ((y_BTD[self._is_real_BT] - own.states) / size_M1)[is_kept_M]
+        found = []
+        for reading in other_readings(self._config, self._kind(part.layer)):
+            read_MD = self._run(part.layer, x_BTD, reading.knobs).states
+            share, error = _share_of(away_MD, ((read_MD - ours.states) / size_M1)[is_kept_M])
+            if abs(share - 1) < 0.5 and share > SURE * error:
+                found.append((share / error, reading, (reading.name, share, error)))
+        found.sort(key=lambda one: -one[0])
+        return dataclasses.replace(
+            part,
+            faint=tuple(one for *_, one in found),
+            blocks=tuple(reading.block for _, reading, _ in found),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    """A router's experts [M,X], and by how much the last of them was chosen [M]."""
+
+    experts: np.ndarray
+    margin: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """What a layer makes of the real positions, f32 [M,D]; a dense one chooses nothing."""
+
+    states: np.ndarray
+    choice: _Choice | None
+
+    def chooses_otherwise(self, other: "_Rows") -> np.ndarray:
+        """[M], where the two have other experts."""
+        if self.choice is None or other.choice is None:
+            return np.zeros(len(self.states), bool)
+        return _is_other_set(self.choice.experts, other.choice.experts)
+
+
+def _share_of(away_MD: np.ndarray, difference_MD: np.ndarray) -> tuple[float, float]:
+    """How much of a difference the rows show, by least squares, and the standard error of it."""
+    of_row_M = np.square(difference_MD).sum(axis=1)
+    total = max(float(of_row_M.sum()), float(np.finfo(np.float32).tiny))
+    shown_M = (away_MD * difference_MD).sum(axis=1)
+    share = float(shown_M.sum()) / total
+    return share, float(np.linalg.norm(shown_M - share * of_row_M)) / total
 
 
 def _part(
@@ -348,8 +303,8 @@ def _rms(errors: np.ndarray) -> float:
     return float(np.sqrt(np.square(errors).mean()))
 
 
-def _is_same_set(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    return (np.sort(one, axis=-1) == np.sort(other, axis=-1)).all(axis=-1)
+def _is_other_set(one_MX: np.ndarray, other_MX: np.ndarray) -> np.ndarray:
+    return (np.sort(one_MX, axis=-1) != np.sort(other_MX, axis=-1)).any(axis=-1)
 
 
 def _hint(

@@ -21,7 +21,7 @@ def tensors_of(config: dict) -> dict[str, np.ndarray]:
     """Weights that bf16 holds, and embeddings as small as real ones: there an epsilon matters."""
     tensors = tiny.target_tensors(config)
     embed = "model.embed_tokens.weight"
-    tensors[embed] = 0.005 * tensors[embed]
+    tensors[embed] = 0.002 * tensors[embed]
     return {
         name: bfloat16(x) if np.issubdtype(x.dtype, np.floating) else x
         for name, x in tensors.items()
