@@ -83,6 +83,7 @@ class _Comparison:
                 f"{c.vocab_size - 1}: a record of another model"
             )
         wanted = {"boundary": c.hidden_size, "logits": c.vocab_size}
+        wanted["router"] = c.num_experts_per_tok
         for name, shape in record.shapes.items():
             size = wanted.get(name.split(".")[0])
             if size is not None and ".top" not in name and shape[2] != size:
@@ -113,14 +114,20 @@ class _Comparison:
 
     def _boundary(self, depth: int) -> np.ndarray | None:
         """The state [B,T,D] in f32, zero past each length; None where the record lacks it."""
-        names = [n for n in self._record.shapes if n.startswith("boundary.")]
-        name = next((n for n in names if int(n.split(".")[1]) == depth), None)
-        if name is None:
+        rows = self._rows_of("boundary", depth)
+        if rows is None:
             return None
-        rows = self._record.rows(name, self._is_real_BT)
         state_BTD = np.zeros((*self._is_real_BT.shape, rows.shape[-1]), np.float32)
         state_BTD[self._is_real_BT] = rows
         return state_BTD
+
+    def _rows_of(self, kind: str, number: int) -> np.ndarray | None:
+        """The real rows of an array `kind.NNN`, however many digits it is written with."""
+        for name in self._record.shapes:
+            head, _, tail = name.rpartition(".")
+            if head == kind and tail.isdigit() and int(tail) == number:
+                return self._record.rows(name, self._is_real_BT)
+        return None
 
     def _kind(self, layer: int) -> Kind:
         return "dense" if layer < self._config.first_k_dense_replace else "sparse"
@@ -192,10 +199,9 @@ class _Comparison:
         if rows.choice is None:
             return nowhere, nowhere
         is_near_M = rows.choice.margin < (NEAR_TIE if self._coarse is None else COARSE_TIE)
-        name = f"router.{layer:03d}"
-        if name not in self._record.shapes:
+        chosen_MX = self._rows_of("router", layer)
+        if chosen_MX is None:
             return nowhere, is_near_M if self._coarse is None else nowhere
-        chosen_MX = self._record.rows(name, self._is_real_BT)
         is_other_M = _is_other_set(chosen_MX, rows.choice.experts)
         return is_other_M, is_other_M & is_near_M
 

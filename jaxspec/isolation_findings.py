@@ -47,9 +47,9 @@ class Part:
 
     @property
     def is_near(self) -> bool:
-        """Whether its rows are as far as rounding takes them."""
+        """Whether its rows, and in f32 its experts, are as far as rounding takes them."""
         if self.own is None:
-            return self.worst <= F32_TOLERANCE
+            return self.worst <= F32_TOLERANCE and self.num_other <= self.num_ties
         rms, worst = (max(one, F32_TOLERANCE) for one in self.own)
         return self.rms <= CLEARLY * rms and self.worst <= FAR * worst
 
@@ -72,6 +72,9 @@ class Part:
         if self.own is None:
             tolerance = f"tolerance {F32_TOLERANCE:.0e}"
             text = f"{what} departs, by {self.worst:.1e} in the worst row, {tolerance}"
+            if self.num_other > self.num_ties:
+                others = self.num_other - self.num_ties
+                text += f", and has other experts in {others} of {self.num_rows} rows"
         else:
             text = f"{what} departs, rms {self.rms:.1e} where its dtype explains {self.own[0]:.1e}"
         if self.readings:

@@ -145,6 +145,7 @@ def test_the_record_says_which_experts(exact, saved):
     found = isolate_record(saved(record), exact)
     one = next(part for part in found.parts if part.layer == 2)
     assert (one.num_other, one.num_ties, one.num_rows) == (1, 0, 18)
+    assert not found.holds and "has other experts in 1 of 18 rows" in found.finding()
 
 
 def test_bad_input(exact, saved):
