@@ -160,19 +160,19 @@ def _margins(directory: str):
 
 def _isolated(paths: list[Path], directory: str) -> list[Any]:
     """Each record against the target's weights in float32, and in lower precision if it is."""
+    from jaxspec.aliases import Dtype
     from jaxspec.checkpoint import load_target
     from jaxspec.config import Numerics
     from jaxspec.console import Display
     from jaxspec.isolation import isolate_record
     from jaxspec.record_file import RecordFile
+    from jaxspec.target import Target
 
     is_exact = all(RecordFile.open(path).dtype == "float32" for path in paths)
     with Display() as display:
-        exact, coarse = (
-            load_target(directory, Numerics(dtype=dtype), progress=display.progress)
-            if dtype == "float32" or not is_exact
-            else None
-            for dtype in ("float32", "bfloat16")
-        )
-        assert exact is not None
+
+        def load(dtype: Dtype) -> Target:
+            return load_target(directory, Numerics(dtype=dtype), progress=display.progress)
+
+        exact, coarse = load("float32"), None if is_exact else load("bfloat16")
         return [isolate_record(path, exact, coarse, display.progress) for path in paths]

@@ -26,6 +26,7 @@ class Part:
       rms, worst: |record - f32| / |f32| of the rows.
       own: of the same weights in the record's dtype, (rms, worst); None for a record in f32.
       readings: under which the record agrees, the nearest one first: the fault's likely names.
+      blocks: where in the layer each of `readings`, or of `faint`, is.
       hint: what tells the rows that are far from the others, where no reading was found.
       faint: readings that no row betrays and all rows together do, and how much of the difference
         that each makes the record shows, with its standard error; the clearest first.
