@@ -179,23 +179,33 @@ def _measurer(
         drafts = None if draft is None else draft.empty_cache(batch, slots)
         return target.empty_cache(batch, slots), drafts
 
-    def measure(params: Any, caches: Any, texts: _Texts) -> Any:
-        target, draft = nnx.merge(graph, params)
-        cache, seen = _read(target, draft, caches, texts, tree, capture)
+    def read(params: Any, caches: Any, texts: _Texts) -> tuple[Latents, _Seen]:
+        return _read(*nnx.merge(graph, params), caches, texts, tree, capture)
+
+    def walk(params: Any, cache: Latents, seen: _Seen, texts: _Texts) -> Any:
+        target, _ = nnx.merge(graph, params)
         return seen, *_walk(target, cache, seen, texts, tree)
 
+    # Two programs: in one, the draft's sums over devices and the walk's would not wait for each
+    # other, and XLA's CPU devices (jax 0.12.0) then take one for the other and crash.
     devices = devices_of(target, draft, batch)
     if devices is None:
-        program = jax.jit(measure)
-        return lambda texts: jax.device_get(program(params, empty_caches(), texts))
+        first, then = jax.jit(read), jax.jit(walk)
+
+        def on_one(texts: _Texts) -> Any:
+            return jax.device_get(then(params, *first(params, empty_caches(), texts), texts))
+
+        return on_one
     params, shapes = devices.put(params), jax.eval_shape(empty_caches)
     new_caches = jax.jit(empty_caches, out_shardings=devices.shardings(shapes))
-    specs = specs_of((params, shapes), devices.config)
-    program = jax.jit(devices.spread(measure, (*specs, P("data")), P("data")))
+    of_params, of_caches = specs_of((params, shapes), devices.config)
+    rows, read_out = P("data"), (of_caches[0], P("data"))
+    first = jax.jit(devices.spread(read, (of_params, of_caches, rows), read_out))
+    then = jax.jit(devices.spread(walk, (of_params, *read_out, rows), rows))
 
     def on_devices(texts: _Texts) -> Any:
-        given = jax.tree.map(lambda array: devices.put_as(array, P("data")), texts)
-        return devices.fetch(program(params, new_caches(), given))
+        given = jax.tree.map(lambda array: devices.put_as(array, rows), texts)
+        return devices.fetch(then(params, *first(params, new_caches(), given), given))
 
     return on_devices
 

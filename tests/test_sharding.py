@@ -6,7 +6,6 @@ Whole runs are on eight CPU devices, in a process of their own: `on_eight_device
 import ast
 import functools
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -61,13 +60,7 @@ EACH = [
 def told(asked: tuple[Any, ...]) -> dict[str, Any]:
     """What the program says of these runs."""
     command = [sys.executable, "-m", "tests.on_eight_devices", json.dumps(asked)]
-    run = functools.partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, check=False)
-    done = run(command)
-    if done.returncode == -signal.SIGSEGV:
-        # Seen once in many runs, with jax 0.12.0.1 on a loaded machine and with no message: eight
-        # CPU devices crash inside XLA. A second time it would be ours.
-        print(f"eight CPU devices: killed by SIGSEGV, run again: {asked}")
-        done = run(command)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
     return json.loads(done.stdout)
 
