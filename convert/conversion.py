@@ -29,11 +29,14 @@ from jaxspec.convert.source import Source
 from jaxspec.convert.store import remove_unfinished, writing_to
 from jaxspec.convert.stored import is_written, sizes_of
 
-__all__ = ["COPIED", "files_of", "write_checkpoint"]
+__all__ = ["SOURCE_CONFIG", "copied_from", "files_of", "write_checkpoint"]
 
 RECORD = f"{PARTIAL}.json"
 HASHES = "hashes.json"
+SOURCE_CONFIG = "source_config.json"
+"""The source's `config.json`, as it was: an export says what it writes otherwise."""
 COPIED = (
+    "*.py",
     "chat_template.jinja",
     "generation_config.json",
     "special_tokens_map.json",
@@ -41,14 +44,24 @@ COPIED = (
     "tokenizer.json",
     "tokenizer_config.json",
 )
-"""Files that go along as they are: a converted target needs its tokenizer."""
+"""Files that go along as they are: a converted target needs its tokenizer, and other engines that
+tokenizer's own code, which is never run here."""
+
+
+def copied_from(directory: Path) -> list[Path]:
+    """The files of a checkpoint that go along as they are."""
+    return [path for name in COPIED for path in sorted(directory.glob(name)) if path.is_file()]
 
 
 def files_of(source: Source) -> list[Path]:
     """Every file that a conversion reads."""
-    others = ("config.json", source.index_file, *COPIED)
-    names = [name for name in others if (source.directory / name).is_file()]
-    return [source.directory / name for name in (*names, *source.files)]
+    own = [source.directory / name for name in ("config.json", source.index_file)]
+    copied = copied_from(source.directory)
+    return [
+        *(path for path in own if path.is_file()),
+        *copied,
+        *(source.directory / name for name in source.files),
+    ]
 
 
 def write_checkpoint(
@@ -112,9 +125,9 @@ def _fill(
     if problems.found:
         shutil.rmtree(partial)
         problems.raise_any()
-    for file in COPIED:
-        if (source.directory / file).is_file():
-            shutil.copyfile(source.directory / file, partial / file)
+    for path in copied_from(source.directory):
+        shutil.copyfile(path, partial / path.name)
+    shutil.copyfile(source.directory / "config.json", partial / SOURCE_CONFIG)
     sources = [entry | {"sha256": digests[entry["file"]]} for entry in manifest.sources]
     manifest = dataclasses.replace(manifest, sources=sources)
     write_whole(partial / MANIFEST, manifest.to_dict())

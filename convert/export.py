@@ -15,8 +15,9 @@ from jaxspec.aliases import Convention, PathLike, Progress
 from jaxspec.config import DraftConfig, TargetConfig, TreeConfig
 from jaxspec.convert import names
 from jaxspec.convert.configs import WRAPPER, Quantization
-from jaxspec.convert.conversion import COPIED
+from jaxspec.convert.conversion import SOURCE_CONFIG, copied_from
 from jaxspec.convert.drafts import DraftNames, draft_rules
+from jaxspec.convert.export_changes import config_changes
 from jaxspec.convert.export_configs import (
     IDS,
     WRAPPER_ARCHITECTURE,
@@ -25,14 +26,15 @@ from jaxspec.convert.export_configs import (
     target_json,
 )
 from jaxspec.convert.launch import Served, launch_lines
-from jaxspec.convert.manifest import Manifest, is_converted, read_manifest
+from jaxspec.convert.manifest import Manifest, is_converted
 from jaxspec.convert.matrices import Matrices
+from jaxspec.convert.pairing import check_pair, read_checkpoint
 from jaxspec.convert.pieces import pieces_of
 from jaxspec.convert.plan import Piece, Rule
 from jaxspec.convert.prepare import Prepared
 from jaxspec.convert.problems import CheckpointError, Problems
 from jaxspec.convert.shards import ShardWriter, widest_first
-from jaxspec.convert.write import ConvertConfig, prepare
+from jaxspec.convert.source import read_json
 from jaxspec.kernels.expert_matmul.packing import GROUP
 
 if TYPE_CHECKING:
@@ -54,18 +56,21 @@ class ExportConfig:
 
     Attributes:
       layout: "hf" is a target's; "specforge" and "speculators" are a draft's.
-      capture_convention: how a draft's ids are written in SpecForge's layout. "before" is what
-        SGLang and vLLM read; "after" what SpecForge's own trainer writes.
+      capture_convention: how a draft's ids are written in SpecForge's layout. "before", which None
+        means, is what SGLang and vLLM read; "after" what SpecForge's own trainer writes.
       flat: of Kimi-K2.5, the text model alone, in DeepSeek-V3's form: engines that build the
         wrapper want a vision tower, and there is none here.
       pair: the other one of the pair, for the commands that serve it; None leaves its name open.
+      pair_directory: where it lies; None takes `pair` itself, if that is a directory. What is
+        found there has to belong to what is exported.
       tree: that it is to be served with.
     """
 
     layout: Layout
-    capture_convention: Convention = "before"
+    capture_convention: Convention | None = None
     flat: bool = False
     pair: str | None = None
+    pair_directory: Path | None = None
     tree: TreeConfig = CHAIN
 
 
@@ -77,7 +82,8 @@ class ExportReport:
       identity: of the weights; what is written is they, whatever name it will be read under.
       num_tensors, num_bytes: of the weights written.
       served: the commands that serve it.
-      notes: what of the source the layout cannot say.
+      notes: what of the source the layout cannot say, what it says otherwise, and what to know of
+        the pair.
     """
 
     source: Path
@@ -122,20 +128,28 @@ def export(
       progress: called as progress("exporting", done, total), in pieces.
 
     Raises:
-      CheckpointError: everything that is wrong with the source, or that the layout cannot hold;
-        nothing is left behind then.
+      CheckpointError: everything that is wrong with the source, or that the layout cannot hold, or
+        a pair that does not belong together; nothing is left behind then.
     """
     source, destination = Path(source), Path(destination)
     if destination.exists():
         raise CheckpointError(
             str(destination), ["exists already; an export never writes over anything"]
         )
-    found = read_manifest(source) if is_converted(source) else prepare(source, ConvertConfig())
+    found = read_checkpoint(source)
     problems = Problems(str(source))
     if (config.layout == "hf") != (found.kind == "target"):
         problems.add(f"a {found.kind}, and {config.layout!r} is no layout of one")
         problems.raise_any()
     plan = (_target_plan if found.kind == "target" else _draft_plan)(found, config, problems)
+    pair = _read_pair(config)
+    if pair is not None:
+        check_pair(found, pair, str(config.pair), problems)
+    notes = (
+        *plan.notes,
+        *_pair_notes(pair, config),
+        *_differences(source, found.kind, plan),
+    )
     problems.raise_any()
     partial = destination.with_name(f"{destination.name}.partial")
     if partial.exists():
@@ -146,9 +160,8 @@ def export(
         partial.mkdir(parents=True)
         num_tensors, num_bytes = _write(found, source, partial, plan, problems, progress)
         problems.raise_any()
-        for file in COPIED if found.kind == "target" else ():
-            if (source / file).is_file():
-                shutil.copyfile(source / file, partial / file)
+        for path in copied_from(source) if found.kind == "target" else ():
+            shutil.copyfile(path, partial / path.name)
         text = json.dumps(plan.config, indent=2)
         (partial / "config.json").write_text(text + "\n", encoding="utf-8")
         partial.rename(destination)
@@ -158,10 +171,10 @@ def export(
         ) from error
     finally:  # where all went well, it has its name by now
         shutil.rmtree(partial, ignore_errors=True)
-    served = _served(found, destination, config, plan)
+    served = _served(found, pair, destination, config, plan)
     return ExportReport(
         source, destination, config.layout, found.kind, found.identity, num_tensors, num_bytes,
-        served, plan.notes,
+        served, (*notes, *_missing_code(destination)),
     )  # fmt: skip
 
 
@@ -186,7 +199,11 @@ def _target_plan(found: Prepared | Manifest, config: ExportConfig, problems: Pro
     assert isinstance(c, TargetConfig)
     model_type = found.identity.partition("@")[0]
     notes = []
-    if model_type == WRAPPER and config.flat:
+    if config.capture_convention is not None:
+        problems.add("a target, and --capture-convention says how a draft's ids are written")
+    if config.flat and model_type != WRAPPER:
+        notes.append(f"{model_type} is flat by itself: --flat changes nothing")
+    elif config.flat:
         model_type = "deepseek_v3"
     if c.latent_norm_eps != c.rms_norm_eps:
         notes.append(
@@ -208,14 +225,60 @@ def _draft_plan(found: Prepared | Manifest, config: ExportConfig, problems: Prob
     c = found.config
     assert isinstance(c, DraftConfig)
     dtype = _widest_dtype(found)
+    if config.flat:
+        problems.add("a draft, and --flat is of a target: Kimi-K2.5's text model alone")
     if config.layout == "speculators":
+        if config.capture_convention == "after":
+            problems.add(
+                "speculators counts boundaries, which is --capture-convention before; after is of "
+                "--layout specforge"
+            )
         content = speculators_json(c, config.pair, config.tree.levels, dtype, problems)
     else:
-        content = draft_json(c, config.capture_convention, dtype, problems)
+        content = draft_json(c, config.capture_convention or "before", dtype, problems)
     first = "layers.0." if config.layout == "speculators" else "midlayer."
     rules = list(draft_rules(DraftNames(first), c, problems))
     file_of = {_group(rule.piece): "model.safetensors" for rule in rules}
     return _Plan(content, rules, file_of, ())
+
+
+def _read_pair(config: ExportConfig) -> Prepared | Manifest | None:
+    """What the other one of the pair says of itself; None where it is not here."""
+    directory = config.pair_directory or (Path(config.pair) if config.pair else None)
+    return read_checkpoint(directory) if directory is not None and directory.is_dir() else None
+
+
+def _pair_notes(pair: Prepared | Manifest | None, config: ExportConfig) -> list[str]:
+    """What to know of the other one."""
+    if config.pair is not None and pair is None:
+        return [f"{config.pair} is not here: whether they belong together has not been looked at"]
+    if isinstance(pair, Manifest):
+        return [f"{config.pair} is a converted checkpoint, which engines do not read: export it"]
+    return []
+
+
+def _differences(source: Path, kind: Literal["target", "draft"], plan: _Plan) -> tuple[str, ...]:
+    """What the new config says otherwise than the checkpoint's own."""
+    own = source / (SOURCE_CONFIG if is_converted(source) else "config.json")
+    if not own.is_file():
+        return (f"no {SOURCE_CONFIG} in {source}, so what differs from the original is not known",)
+    return config_changes(read_json(own, Problems(str(source))), plan.config, kind)
+
+
+def _missing_code(directory: Path) -> list[str]:
+    """What of its tokenizer's own code is not there, for engines that run it."""
+    config = read_json(directory / "tokenizer_config.json", Problems(str(directory)))
+    missing: dict[str, None] = {}
+    for classes in (config.get("auto_map") or {}).values():
+        for name in classes if isinstance(classes, list) else [classes]:
+            file = f"{name.partition('.')[0]}.py" if name else ""
+            # Before a "--" stands another repository, where that code is.
+            if file and "--" not in file and not (directory / file).is_file():
+                missing[file] = None
+    return [
+        f"tokenizer_config.json names {file}, which the source does not have: engines need it there"
+        for file in missing
+    ]
 
 
 def _widest_dtype(found: Prepared | Manifest) -> str:
@@ -280,14 +343,22 @@ def _restored(
 
 
 def _served(
-    found: Prepared | Manifest, destination: Path, config: ExportConfig, plan: _Plan
+    found: Prepared | Manifest,
+    pair: Prepared | Manifest | None,
+    destination: Path,
+    config: ExportConfig,
+    plan: _Plan,
 ) -> Served:
     if plan.config["architectures"] == [WRAPPER_ARCHITECTURE]:
         return Served(None, None, (NO_VISION,))
-    if found.kind == "target":
-        return launch_lines(destination, config.pair or "DRAFT", config.tree, config.layout)
-    assert isinstance(found.config, DraftConfig)
-    ids = plan.config.get("eagle_config", plan.config).get(IDS)
-    return launch_lines(
-        config.pair or "TARGET", destination, config.tree, config.layout, found.config, ids
-    )
+    if found.kind == "draft":
+        target, draft, is_draft, written = config.pair or "TARGET", destination, found, plan.config
+    else:
+        target, draft, is_draft, written = destination, config.pair or "DRAFT", pair, {}
+        if isinstance(pair, Prepared):
+            written = pair.source.config
+    layout = "speculators" if "speculators_model_type" in written else "specforge"
+    ids = (written.get("eagle_config") or {}).get(IDS) or written.get(IDS)
+    of_draft = None if is_draft is None else is_draft.config
+    assert of_draft is None or isinstance(of_draft, DraftConfig), "a pair has been checked"
+    return launch_lines(target, draft, config.tree, layout, of_draft, ids)

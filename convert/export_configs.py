@@ -57,8 +57,8 @@ PACKED_INT4 = {
 WRAPPER_ARCHITECTURE = "KimiK25ForConditionalGeneration"
 IDS = "eagle_aux_hidden_state_layer_ids"
 MAX_POSITIONS = 262144
-"""Kimi-K2.5's, for a draft whose config has no YaRN that says how far it goes. Other engines size a
-table by it, and a short one is garbage past its end."""
+"""Kimi-K2.5's, for a draft whose config has no scaling that says how far it goes. Other engines
+size a table by it, and a short one is garbage past its end."""
 
 
 def target_json(config: TargetConfig, model_type: str) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def speculators_json(
 
 def _layer_json(config: DraftConfig, problems: Problems) -> dict[str, Any]:
     """The decoder layers' part of a draft's config."""
-    c, yarn = config, config.rotary.yarn
+    c, scaling = config, config.rotary.yarn or config.rotary.llama3
     found: dict[str, Any] = {
         "vocab_size": c.vocab_size,
         "hidden_size": c.hidden_size,
@@ -178,8 +178,8 @@ def _layer_json(config: DraftConfig, problems: Problems) -> dict[str, Any]:
         "attention_bias": False,
         "tie_word_embeddings": False,
         "max_position_embeddings": MAX_POSITIONS
-        if yarn is None
-        else max(MAX_POSITIONS, int(yarn.factor * yarn.original_max_position_embeddings)),
+        if scaling is None
+        else max(MAX_POSITIONS, int(scaling.factor * scaling.original_max_position_embeddings)),
         **_rotary_json(c.rotary),
     }
     if isinstance(c, LatentDraftConfig):
@@ -203,6 +203,8 @@ def _layer_json(config: DraftConfig, problems: Problems) -> dict[str, Any]:
 def _rotary_json(rotary: RotaryConfig) -> dict[str, Any]:
     yarn = rotary.yarn
     scaling = None if yarn is None else {"type": "yarn", **dataclasses.asdict(yarn)}
+    if rotary.llama3 is not None:
+        scaling = {"rope_type": "llama3", **dataclasses.asdict(rotary.llama3)}
     return {"rope_theta": rotary.theta, "rope_scaling": scaling}
 
 

@@ -2,7 +2,16 @@
 
 from jaxspec.convert.fields import Fields
 
-__all__ = ["EAGLE", "LATENT_DRAFT", "LLAMA", "SPECULATORS", "TEXT", "WRAPPER", "leave_housekeeping"]
+__all__ = [
+    "EAGLE",
+    "LATENT_DRAFT",
+    "LLAMA",
+    "SPECULATORS",
+    "TEXT",
+    "UNREAD",
+    "WRAPPER",
+    "leave_housekeeping",
+]
 
 HOUSEKEEPING = {
     "_attn_implementation": "serving option",
@@ -90,6 +99,14 @@ EAGLE = {
     "parallel_draft_heads_num_layers": "of parallel heads, whose tensors would be unknown",
     "parallel_draft_step": "how many tokens to propose",
 }
+
+
+_ANY = {*HOUSEKEEPING, *TRANSFORMERS_4.split(), *PLAIN_DECODER}
+UNREAD = {
+    "target": _ANY | {*TEXT, *WRAPPER},
+    "draft": _ANY | {*LLAMA, *LATENT_DRAFT, *SPECULATORS, *EAGLE},
+}
+"""All of them, by what the config is of."""
 
 
 def leave_housekeeping(fields: Fields) -> None:

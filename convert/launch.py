@@ -36,8 +36,8 @@ def launch_lines(
     """The commands for a target and a draft.
 
     Args:
-      layout: of the draft; "hf" where the target was exported, and the draft is somebody else's.
-      config: of the draft, if it was exported.
+      layout: of the draft.
+      config: of the draft, if that is here.
       ids: as they are written in its config; None or [] are the defaults, which all agree on.
     """
     notes: list[str] = []

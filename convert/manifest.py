@@ -8,6 +8,7 @@ from typing import Any, Literal
 from jaxspec.config import (
     DraftConfig,
     LatentDraftConfig,
+    Llama3Scaling,
     LlamaDraftConfig,
     RotaryConfig,
     TargetConfig,
@@ -120,8 +121,15 @@ def read_manifest(directory: Path) -> Manifest:
 
 def _config(kind: str, data: dict[str, Any]) -> TargetConfig | DraftConfig:
     """The config, back from JSON: nested objects are dataclasses again, lists tuples."""
-    rotary, yarn = data["rotary"], data["rotary"]["yarn"]
-    rotary = RotaryConfig(**rotary | {"yarn": None if yarn is None else Yarn(**yarn)})
+    stated = data["rotary"]
+    yarn, llama3 = stated["yarn"], stated.get("llama3")  # older manifests know nothing of llama3
+    rotary = RotaryConfig(
+        **stated
+        | {
+            "yarn": None if yarn is None else Yarn(**yarn),
+            "llama3": None if llama3 is None else Llama3Scaling(**llama3),
+        }
+    )
     if kind == "target":
         eos = tuple(data["eos_token_ids"])
         return TargetConfig(**data | {"rotary": rotary, "eos_token_ids": eos})

@@ -237,6 +237,9 @@ def _fingerprint(function: dict[str, Any], rules: list[Rule], source: Source) ->
     training leaves it as it was. Plain weights are hashed as f32, so that their element type does
     not matter; packed ones as they are stored.
     """
+    # What came later and is not there is no part of it, so that identities stay what they were.
+    rotary = {key: value for key, value in function["rotary"].items() if key != "llama3" or value}
+    function = function | {"rotary": rotary}
     digest = hashlib.sha256(json.dumps(function, sort_keys=True).encode())
     seen: set[str] = set()
     for rule in rules:

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from typing import Any, Literal
 
-from jaxspec.config import RotaryConfig, Yarn
+from jaxspec.config import Llama3Scaling, RotaryConfig, Yarn
 from jaxspec.convert.fields import Claim, Fields
 from jaxspec.convert.problems import Problems
 from jaxspec.errors import InputError
@@ -26,7 +26,7 @@ class RotaryChoice:
     """
 
     theta: float | None = None
-    scaling: Yarn | AsStated | None = "as stated"
+    scaling: Yarn | Llama3Scaling | AsStated | None = "as stated"
     kind: Literal["pairs", "halves"] | None = None
 
     @classmethod
@@ -55,8 +55,8 @@ class RotaryChoice:
             choice = dataclasses.replace(choice, theta=theta)
         if "rope_scaling" in data:
             scaling = fields.nested("rope_scaling")
-            yarn = _read_yarn(scaling) if scaling.data else None
-            choice = dataclasses.replace(choice, scaling=yarn)
+            asked = _read_scaling(scaling) if scaling.data else None
+            choice = dataclasses.replace(choice, scaling=asked)
         if "rope_interleave" in data:
             kind = "pairs" if fields.take("rope_interleave", bool) else "halves"
             choice = dataclasses.replace(choice, kind=kind)
@@ -74,7 +74,7 @@ class RotaryChoice:
         if self.theta is not None:
             changed["theta"] = self.theta
         if self.scaling != "as stated":
-            changed["yarn"] = self.scaling
+            changed |= _by_kind(self.scaling)
         if self.kind is not None:
             changed["kind"] = self.kind
         rotary = dataclasses.replace(stated, **changed)
@@ -89,7 +89,18 @@ class RotaryChoice:
 
 
 def _as_claim(rotary: RotaryConfig) -> dict[str, Any]:
-    return {"theta": rotary.theta, "yarn": rotary.yarn and dataclasses.asdict(rotary.yarn)}
+    claim = {"theta": rotary.theta, "yarn": rotary.yarn and dataclasses.asdict(rotary.yarn)}
+    if rotary.llama3 is not None:
+        claim["llama3"] = dataclasses.asdict(rotary.llama3)
+    return claim
+
+
+def _by_kind(scaling: Yarn | Llama3Scaling | None) -> dict[str, Any]:
+    """The fields of `RotaryConfig` for a scaling."""
+    return {
+        "yarn": scaling if isinstance(scaling, Yarn) else None,
+        "llama3": scaling if isinstance(scaling, Llama3Scaling) else None,
+    }
 
 
 def read_rotary(fields: Fields, width: int, kind: Literal["pairs", "halves"]) -> RotaryConfig:
@@ -110,11 +121,10 @@ def read_rotary(fields: Fields, width: int, kind: Literal["pairs", "halves"]) ->
         theta = of_parameters
     if theta <= 0:
         problems.add(f"{fields.place('rope_theta')} is missing, or not a positive number")
-    yarns = [_read_yarn(one) for one in (scaling, parameters) if one.data]
-    if len(yarns) == 2 and yarns[0] != yarns[1]:
+    scalings = [_read_scaling(one) for one in (scaling, parameters) if one.data]
+    if len(scalings) == 2 and scalings[0] != scalings[1]:
         problems.add(f"{scaling.where} and {parameters.where} disagree")
-    yarn = yarns[0] if yarns else None
-    rotary = RotaryConfig(width, theta, kind, yarn)
+    rotary = RotaryConfig(width, theta, kind, **_by_kind(scalings[0] if scalings else None))
     fields.claims["rotary"] = Claim(
         _as_claim(rotary),
         parameters.where if parameters.data else fields.place("rope_theta and rope_scaling"),
@@ -122,14 +132,14 @@ def read_rotary(fields: Fields, width: int, kind: Literal["pairs", "halves"]) ->
     return rotary
 
 
-def _read_yarn(fields: Fields) -> Yarn | None:
+def _read_scaling(fields: Fields) -> Yarn | Llama3Scaling | None:
     """The scaling of an object that has one, or None for the plain rotary embedding."""
     names = {fields.data[key] for key in ("type", "rope_type") if fields.data.get(key)}
     fields.ignore({"type": "read above", "rope_type": "read above"})
     fields.expect("partial_rotary_factor", None, 1.0, 1, why="the whole width is rotated")
-    yarn = None
+    scaling, positive = None, ()
     if names == {"yarn"}:
-        yarn = Yarn(
+        scaling = Yarn(
             factor=fields.take("factor", float),
             original_max_position_embeddings=fields.take("original_max_position_embeddings", int),
             beta_fast=fields.take("beta_fast", float, 32.0),
@@ -137,18 +147,32 @@ def _read_yarn(fields: Fields) -> Yarn | None:
             mscale=fields.take("mscale", float, 1.0),
             mscale_all_dim=fields.take("mscale_all_dim", float, 0.0),
         )
-        for key in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
-            if fields.data.get(key) is not None and not getattr(yarn, key) > 0:
-                fields.problems.add(
-                    f"{fields.place(key)} is {fields.data[key]!r}; expected a positive number"
-                )
+        positive = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
         fields.expect("attention_factor", None, why="magnitudes come from mscale alone")
         fields.expect("truncate", None, True, why="the ramp starts and ends at whole pairs")
+    elif names == {"llama3"}:
+        positive = tuple(field.name for field in dataclasses.fields(Llama3Scaling))
+        scaling = Llama3Scaling(
+            factor=fields.take("factor", float),
+            original_max_position_embeddings=fields.take("original_max_position_embeddings", int),
+            low_freq_factor=fields.take("low_freq_factor", float),
+            high_freq_factor=fields.take("high_freq_factor", float),
+        )
+        if scaling.low_freq_factor >= scaling.high_freq_factor > 0:
+            fields.problems.add(
+                f"{fields.place('low_freq_factor')} is {scaling.low_freq_factor}; expected less "
+                f"than high_freq_factor {scaling.high_freq_factor}"
+            )
     elif names - {"default"}:
         fields.problems.add(
             f"{fields.place('type')} is {' and '.join(map(repr, sorted(names)))}; supported: "
-            "'yarn' or 'default'"
+            "'yarn', 'llama3' or 'default'"
         )
         return None
+    for key in positive:
+        if fields.data.get(key) is not None and not getattr(scaling, key) > 0:
+            fields.problems.add(
+                f"{fields.place(key)} is {fields.data[key]!r}; expected a positive number"
+            )
     fields.finish()
-    return yarn
+    return scaling

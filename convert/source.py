@@ -70,7 +70,10 @@ class Source:
             problems.add("no such directory")
             problems.raise_any()
         if not (self.directory / "config.json").is_file():
-            problems.add("no config.json: expected a Hugging Face checkpoint directory")
+            problems.add(
+                "no config.json: expected a Hugging Face checkpoint directory, or a converted "
+                "one with its manifest.json"
+            )
         self.config = read_json(self.directory / "config.json", problems)
         self.generation_config = read_json(self.directory / "generation_config.json", problems)
         self.tokenizer_config = read_json(self.directory / "tokenizer_config.json", problems)

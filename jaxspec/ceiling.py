@@ -130,9 +130,12 @@ def accept_ceiling(
 
     Raises:
       ContractError: draft and target do not belong together.
-      InputError: there is no such tree, a text has no prompt, or a mesh does not fit.
+      InputError: there is no such tree, a text has no prompt, settings by which no token can be
+        chosen, or a mesh does not fit.
     """
     tree.check()
+    for request in requests:
+        request.check_settings()
     if tree.branches > target.config.vocab_size:
         raise InputError(f"tree {tree}: more branches than the target has tokens")
     if any(not request.prompt_ids for request in requests):

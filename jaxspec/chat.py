@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NoReturn
 
 from jaxspec.errors import InputError
+from jaxspec.tool_declarations import declare_tools, with_sorted_keys
 
 __all__ = ["ROLES", "Message", "check_messages", "render_chat", "shown"]
 
@@ -60,7 +61,8 @@ def render_chat(
     Args:
       control: names of the control tokens.
       variables: what else the template may read (`bos_token` and the like).
-      tools: that the messages may call, in the form the template wants.
+      tools: that the messages may call, in the form the template wants. A template that reads
+        `tools_ts_str`, Kimi-K2.5's, gets their declarations in it.
       thinking: its variable of that name; None leaves it undefined.
 
     Raises:
@@ -72,9 +74,10 @@ def render_chat(
 
     check_messages(messages)
     openers = sorted({name[0] for name in control})
-    asked: dict[str, Any] = {"tools": list(tools)} if tools else {}
+    asked: dict[str, Any] = {"tools": with_sorted_keys(list(tools))} if tools else {}
     if thinking is not None:
         asked["thinking"] = thinking
+    declared = declare_tools(asked["tools"]) if tools else None
     masks = dict(zip(openers, _unused_characters(template, [messages, asked]), strict=False))
     to_mask, to_text = str.maketrans(masks), str.maketrans({m: c for c, m in masks.items()})
     # The environment that transformers gives to chat templates.
@@ -91,6 +94,7 @@ def render_chat(
             add_generation_prompt=True,
             **variables,
             **_translated(asked, to_mask),
+            **({} if declared is None else {"tools_ts_str": declared.translate(to_mask)}),
         )
     except Exception as error:  # whatever a template does wrong, it is the template's
         raise InputError(f"chat template: {type(error).__name__}: {error}") from error

@@ -63,6 +63,10 @@ def locate(path: PathLike) -> Path:
         main = repository / "refs" / "main"
         if main.is_file():
             return repository / "snapshots" / main.read_text().strip()
+    if directory.exists():
+        raise CheckpointError(
+            str(path), ["a file; a checkpoint is a directory: give the one it is of"]
+        )
     raise CheckpointError(
         str(path), [f"no such directory, and no such repository in the local cache {hub_cache()}"]
     )

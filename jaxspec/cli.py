@@ -134,7 +134,9 @@ def generate(
         float,
         typer.Option(help="Of the likeliest token's probability; cuts after top-p. 0 is off."),
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the first prompt; the next ones count up.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of the first prompt, below 2^32; the next ones count up.")
+    ] = 0,
     stop: Annotated[
         list[str] | None,
         typer.Option(metavar="TEXT", help="Ends a continuation; may be repeated. Default: none."),

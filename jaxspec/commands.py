@@ -17,7 +17,9 @@ from jaxspec.config import Numerics
 from jaxspec.console import Display
 from jaxspec.contracts import Boundaries
 from jaxspec.convert.draft_configs import AS_STATED
+from jaxspec.convert.manifest import is_converted
 from jaxspec.convert.rotary import RotaryChoice
+from jaxspec.convert.source import Source
 from jaxspec.draft import Draft
 from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_TARGET
 from jaxspec.errors import InputError
@@ -265,6 +267,8 @@ def _tokenizer(models: ModelFlags, prompts: PromptFlags) -> Tokenizer | None:
     directory = models.target_directory
     tokenizer = load_tokenizer(directory)
     if tokenizer is None:
+        if not is_converted(directory):
+            Source(directory, needs_weights=False)  # which says what is not there of a checkpoint
         raise InputError(
             f"{directory}: no tiktoken.model in it, so text cannot become ids; give ids with "
             "--tokens"

@@ -18,6 +18,7 @@ __all__ = [
     "DraftConfig",
     "LatentDraftConfig",
     "LatentSizes",
+    "Llama3Scaling",
     "LlamaDraftConfig",
     "MeshConfig",
     "Numerics",
@@ -48,8 +49,18 @@ class Yarn:
 
 
 @dataclasses.dataclass(frozen=True)
+class Llama3Scaling:
+    """Context extension of Llama 3.1, in transformers' terms (`rope_type: llama3`)."""
+
+    factor: float
+    original_max_position_embeddings: int
+    low_freq_factor: float
+    high_freq_factor: float
+
+
+@dataclasses.dataclass(frozen=True)
 class RotaryConfig:
-    """Rotary embedding of one model.
+    """Rotary embedding of one model; at most one of `yarn` and `llama3` stretches its context.
 
     Convention: `pairs` rotates dims (2i, 2i+1), as DeepSeek and Kimi store them; `halves`
     rotates (i, i + width / 2), as Llama does. Weights of one kind are wrong under the other.
@@ -59,6 +70,7 @@ class RotaryConfig:
     theta: float
     kind: Literal["pairs", "halves"]
     yarn: Yarn | None = None
+    llama3: Llama3Scaling | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

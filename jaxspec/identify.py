@@ -153,9 +153,11 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ..
             metadata, names = file.metadata() or {}, set(file.keys())
             missing = {"tokens", "features"} - names
             if missing:
+                shown = sorted(names)[:3] + ["..."] * (len(names) > 3)
                 raise InputError(
                     f"{path}: no array {' and no '.join(sorted(missing))}; it has "
-                    f"{', '.join(sorted(names))}"
+                    f"{', '.join(shown)}. Features come with their tokens; a checkpoint is "
+                    "named by its directory"
                 )
             tokens, features = file.get_tensor("tokens"), file.get_tensor("features")
             lengths = file.get_tensor("lengths") if "lengths" in names else None

@@ -107,9 +107,17 @@ def inverse_frequencies(config: RotaryConfig) -> np.ndarray:
     With YaRN, pairs that turn often within the original context keep their frequency, those that
     turn less than `beta_slow` times are slowed down by `factor`, and a linear ramp lies between
     (arXiv:2309.00071, section 3.2; DeepSeek-V3 `inference/model.py`).
+
+    Llama 3.1's ramp is over the turns themselves, from `low_freq_factor` to `high_freq_factor` of
+    them within the original context (transformers, `_compute_llama3_parameters`).
     """
     width, pair = config.width, np.arange(config.width // 2)
     frequency = config.theta ** (-2.0 * pair / width)
+    if (llama3 := config.llama3) is not None:
+        turns = llama3.original_max_position_embeddings * frequency / (2 * math.pi)
+        low, high = llama3.low_freq_factor, llama3.high_freq_factor
+        kept = np.clip((turns - low) / (high - low), 0, 1)
+        return frequency / llama3.factor * (1 - kept) + frequency * kept
     if config.yarn is None:
         return frequency
     yarn = config.yarn

@@ -24,7 +24,8 @@ class Request:
     Attributes:
       temperature: 0 is greedy, exactly.
       top_k, top_p, min_p: what may be chosen at all; 0, 1 and 0 are off. See `sampling.Sampling`.
-      seed: of the noise; the same request with the same seed has the same tokens.
+      seed: of the noise, from 0 to 2^32 - 1; the same request with the same seed has the same
+        tokens.
       max_new_tokens: None takes the config's.
       stop_ids: tokens that end it, themselves emitted, besides the target's end-of-sequence.
     """
@@ -48,6 +49,8 @@ class Request:
             raise InputError(f"min_p is {self.min_p}; it lies between 0, which is off, and 1")
         if not 0 <= self.top_k < 2**31:
             raise InputError(f"top_k is {self.top_k}; 0 is off, else it is positive, below 2^31")
+        if not 0 <= self.seed < 2**32:
+            raise InputError(f"seed is {self.seed}; it lies between 0 and {2**32 - 1}")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {self.max_new_tokens}; it starts at 1")
 
@@ -127,7 +130,7 @@ def sampling_of(requests: Mapping[int, Request], batch: int) -> Sampling:
     of_none = Request(())
     rows = [requests.get(b, of_none) for b in range(batch)]
     return Sampling(
-        np.array([row.seed % 2**32 for row in rows], np.uint32),
+        np.array([row.seed for row in rows], np.uint32),
         np.array([row.temperature for row in rows], np.float32),
         np.array([row.top_k for row in rows], np.int32),
         np.array([row.top_p for row in rows], np.float32),

@@ -36,7 +36,8 @@ class SamplingConfig:
       top_k: 0 is off.
       top_p: in (0, 1]; 1 is off.
       min_p: in [0, 1]; 0 is off.
-      seed: of the first prompt; each further one counts up, so that no two share their noise.
+      seed: of the first prompt; each further one counts up, so that no two share their noise, and
+        none may come past 2^32 - 1.
       stop: texts that end a continuation, themselves not part of it.
       stop_ids: tokens that end it, besides the target's own, and are its last.
     """
@@ -71,11 +72,10 @@ class SamplingConfig:
         """Raises InputError for what cannot be; stop strings are looked for in text only."""
         _check_settings(self.request(EncodedPrompt("", ()), 0), self.stop, has_text)
         for index, prompt in enumerate(prompts):
-            if prompt.settings:
-                try:
-                    _check_settings(self.request(prompt, index), self.stop_of(prompt), has_text)
-                except InputError as error:
-                    raise InputError(f"{prompt.where}: {error}") from None
+            try:
+                _check_settings(self.request(prompt, index), self.stop_of(prompt), has_text)
+            except InputError as error:
+                raise InputError(f"{prompt.where}: {error}") from None
 
 
 GREEDY = SamplingConfig()

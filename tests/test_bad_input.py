@@ -90,6 +90,18 @@ CASES = {
     "top_k beyond int32": Case(
         ("top_k is 2147483648",), {}, {"top_k": 2**31}, ("--top-k", "2147483648")
     ),
+    "seed below 0": Case(
+        ("seed is -1; it lies between 0 and 4294967295",), {}, {"seed": -1}, ("--seed", "-1")
+    ),
+    "seed beyond uint32": Case(
+        ("seed is 4294967296",), {}, {"seed": 2**32}, ("--seed", "4294967296")
+    ),
+    "seed that counts up beyond uint32": Case(
+        ("seed is 4294967296", "entry 1: seed is 4294967296"),
+        request={"seed": 2**32},
+        flags=("--seed", "4294967295"),
+        prompts=[[1], [2]],
+    ),
     "no new token": Case(
         ("max_new_tokens is 0",), {"max_new_tokens": 0}, {}, ("--max-new-tokens", "0")
     ),

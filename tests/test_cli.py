@@ -358,6 +358,8 @@ TARGET = ("--target", "target", "--draft", "none")
             ("a", "--target", "org/model", "--draft", "none"),
             "no such repository in the local cache",
         ),
+        (("a", "--target", "hot.jsonl", "--draft", "none"), "hot.jsonl: a file; a checkpoint is a"),
+        (("a", "--target", ".", "--draft", "none"), ".: no config.json: expected a Hugging Face"),
         (("a", "--target", "bare", "--draft", "none"), "bare: no tiktoken.model in it"),
         (("a", *TARGET, "--tree", "1x1x2"), "--draft none decodes plainly"),
         (("a", *TARGET, "--capture", "1"), "--capture without a draft"),

@@ -2,14 +2,16 @@
 
 import copy
 import dataclasses
+import json
 from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxspec.checkpoint import load_draft
-from jaxspec.config import LatentDraftConfig, Numerics, RotaryConfig, Yarn
+from jaxspec.config import LatentDraftConfig, Llama3Scaling, Numerics, RotaryConfig, Yarn
 from jaxspec.convert.draft_configs import read_draft
+from jaxspec.convert.export import ExportConfig, export
 from jaxspec.convert.prepare import abstract_draft, parameters_of
 from jaxspec.convert.problems import CheckpointError, Problems
 from jaxspec.convert.rotary import RotaryChoice
@@ -139,6 +141,41 @@ def test_scaling_and_pairing_asked_for():
     assert not RotaryChoice.parse("{}")
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def test_llama3(tmp_path, target):
+    """Read under both names, asked for, converted, exported: the same embedding every time."""
+    wanted = Llama3Scaling(8.0, 64, 1.0, 4.0)
+    parameters = {"rope_parameters": {**LLAMA3, "rope_theta": 1e6}, "rope_theta": None}
+    for changes in ({"rope_scaling": LLAMA3}, parameters):
+        draft, claims = read(AQ_MEDAI | changes)
+        assert draft.rotary == RotaryConfig(128, 1e6, "halves", llama3=wanted)
+        assert claims["rotary"].value["llama3"]["low_freq_factor"] == 1.0
+    config, tensors = draft_kinds.safeailab()
+    stated = make_checkpoint.write(tmp_path / "hf", config | {"rope_scaling": LLAMA3}, tensors)
+    convert(stated, tmp_path / "converted")
+    export(tmp_path / "converted", tmp_path / "specforge", ExportConfig("specforge"))
+    export(tmp_path / "converted", tmp_path / "speculators", ExportConfig("speculators"))
+    plain = make_checkpoint.write(tmp_path / "plain", config, tensors)
+    choice = RotaryChoice.parse(json.dumps({"rope_scaling": LLAMA3}))
+    loaded = [
+        load_draft(tmp_path / name, tiny.NUMERICS, target=target)
+        for name in ("hf", "converted", "specforge", "speculators")
+    ]
+    loaded.append(load_draft(plain, tiny.NUMERICS, target=target, rotary=choice))
+    assert {draft.config.rotary.llama3 for draft in loaded} == {wanted}
+    assert len({draft.identity for draft in loaded}) == 1
+    unscaled = load_draft(plain, tiny.NUMERICS, target=target)
+    assert unscaled.identity != loaded[0].identity
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -148,7 +185,8 @@ def test_scaling_and_pairing_asked_for():
         ('{"rope_theta": NaN}', "rope_theta is nan; expected a positive"),
         ('{"rope_theta": "1e4"}', "rope_theta is '1e4'; expected a number"),
         ('{"base": 1}', "base is 1: jaxspec does not know this key"),
-        ('{"rope_scaling": {"type": "llama3"}}', "is 'llama3'; supported: 'yarn'"),
+        ('{"rope_scaling": {"type": "linear"}}', "is 'linear'; supported: 'yarn', 'llama3'"),
+        ('{"rope_scaling": {"type": "llama3"}}', "low_freq_factor is missing"),
         ('{"rope_scaling": {"type": "yarn"}}', "factor is missing"),
         (
             '{"rope_scaling": {"type": "yarn", "factor": 0}}',
@@ -254,7 +292,14 @@ def test_number_of_boundaries_where_none_are_named():
         (AQ_MEDAI | {"num_hidden_layers": 0}, None, ["num_hidden_layers is 0", "1 or more"]),
         (AQ_MEDAI | {"model_type": "qwen3"}, None, ["model_type is 'qwen3'", "'llama'"]),
         (AQ_MEDAI | {"head_dim": 127}, None, ["127 dims of a head are rotated"]),
-        (AQ_MEDAI | {"rope_scaling": {"rope_type": "llama3"}}, None, ["'llama3'", "'yarn'"]),
+        (AQ_MEDAI | {"rope_scaling": {"rope_type": "longrope"}}, None, ["'longrope'", "'yarn'"]),
+        (
+            AQ_MEDAI | {"rope_scaling": LLAMA3 | {"low_freq_factor": 4}},
+            None,
+            ["low_freq_factor is 4.0; expected less than high_freq_factor 4.0"],
+        ),
+        (AQ_MEDAI | {"rope_scaling": LLAMA3 | {"factor": -8}}, None, ["factor is -8; expected a"]),
+        (AQ_MEDAI | {"rope_scaling": LLAMA3 | {"beta_fast": 32}}, None, ["beta_fast is 32"]),
         (TORCHSPEC_MLA | {"q_lora_rank": None}, None, ["q_lora_rank is missing"]),
         (TORCHSPEC_MLA | {"num_key_value_heads": 8}, None, ["num_key_value_heads is 8"]),
         (TORCHSPEC_MLA | {"model_type": "llama"}, None, ["model_type is 'llama'", "'kimi_k2'"]),

@@ -225,8 +225,15 @@ def test_what_cannot_be_exported(tmp_path, target):
         ("a", ExportConfig("hf"), source, "a draft, and 'hf' is no layout of one"),
         ("b", ExportConfig("speculators"), source, "latent attention, which speculators does not"),
     ]
+    flat = ExportConfig("specforge", flat=True)
+    cases.append(("f", flat, source, "a draft, and --flat is of a target"))
+    after = ExportConfig("speculators", "after")
+    config = make_checkpoint.target_config("flat")
+    whole = make_checkpoint.write(tmp_path / "t", config, make_checkpoint.target_tensors(config))
+    cases.append(("g", ExportConfig("hf", "before"), whole, "a target, and --capture-convention"))
     pairs = RotaryChoice.parse('{"rope_interleave": true}')
     llama = make_checkpoint.write(tmp_path / "llama", *draft_kinds.safeailab())
+    cases.append(("h", after, llama, "speculators counts boundaries"))
     convert(llama, tmp_path / "pairs", ConvertConfig(draft_rotary=pairs))
     cases.append(("c", ExportConfig("specforge"), tmp_path / "pairs", "turns pairs of dims"))
     config, tensors = draft_kinds.safeailab()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxspec.config import RotaryConfig, Yarn
+from jaxspec.config import Llama3Scaling, RotaryConfig, Yarn
 from jaxspec.layers import GatedMlp, RMSNorm, inverse_frequencies, rotary_angles, rotate
 from tests import tiny
 from tests.reference import formulas
@@ -71,6 +71,28 @@ def test_yarn_known_values(name):
     text = tiny.TARGET_CONFIG | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
     text["rope_scaling"] = {"type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0, **as_dict}
     assert agrees(tiny.target_config(text).softmax_scale, scale)
+
+
+LLAMA3 = {
+    0: 1.00000000e00, 1: 8.14617217e-01, 8: 1.93922758e-01, 24: 7.29266508e-03, 28: 3.21144611e-03,
+    29: 2.16657063e-03, 31: 8.56751460e-04, 33: 3.12693650e-04, 34: 1.78507791e-04,
+    36: 7.78465546e-05, 40: 3.42810235e-05, 48: 6.64786967e-06, 63: 3.06892588e-07,
+}  # fmt: skip
+"""Of transformers 5.24's `ROPE_INIT_FUNCTIONS["llama3"]`, in f32, for Llama 3.1's own numbers: kept
+to pair 28, on the ramp from there to pair 34, an eighth after that."""
+
+
+def test_llama3_known_values():
+    config = RotaryConfig(128, 5e5, "halves", llama3=Llama3Scaling(8.0, 8192, 1.0, 4.0))
+    got = inverse_frequencies(config)
+    np.testing.assert_allclose(got[list(LLAMA3)], list(LLAMA3.values()), rtol=2e-6)
+    plain = inverse_frequencies(RotaryConfig(128, 5e5, "halves"))
+    np.testing.assert_array_equal(got[:29], plain[:29])
+    assert (got[29:35] < plain[29:35]).all()
+    assert (got[29:34] > plain[29:34] / 8).all()
+    np.testing.assert_allclose(got[35:], plain[35:] / 8, rtol=1e-15)
+    cos, _ = rotary_angles(config, jnp.zeros((1, 1), jnp.int32))
+    np.testing.assert_array_equal(cos, 1.0)
 
 
 def test_softmax_scale_without_mscale_all_dim():

@@ -41,6 +41,8 @@ MIXED = [{"temperature": t, **cut} for t in (0.5, 0.8, 1.2) for cut in CUTS] + [
 MIXED_TOKENS = 16
 """New tokens of each of these."""
 
+Tokens = Sequence[tuple[int, ...]]
+"""The emitted ones of each request."""
 SLICE = 8
 """Prompts that the tests not marked slow take: one batch of each sampling."""
 
@@ -124,6 +126,11 @@ def check(num_prompts: int, sampling: str, tree: str | None, batch_size: int, ca
     ours = [done.tokens for done in generator(tree, batch_size).run(asked).completions]
     lengths = [request.max_new_tokens or NEW_TOKENS for request in asked]
     assert list(map(len, ours)) == list(map(len, wanted)) == lengths
+    check_same(asked, wanted, ours, f"{sampling}, tree {tree}, batch {batch_size}", capsys)
+
+
+def check_same(asked: Sequence[Request], wanted: Tokens, ours: Tokens, what: str, capsys) -> None:
+    """The tokens are those that are wanted, up to near-ties, which are printed and few."""
     parted = [index for index in range(len(asked)) if ours[index] != wanted[index]]
     near_ties = first_near_ties([asked[i] for i in parted], [wanted[i] for i in parted])
     notes = []
@@ -134,7 +141,7 @@ def check(num_prompts: int, sampling: str, tree: str | None, batch_size: int, ca
         assert at >= near_tie, notes[-1]
     if notes:
         with capsys.disabled():
-            print(f"\n{sampling}, tree {tree}, batch {batch_size}: {'; '.join(notes)}")
+            print(f"\n{what}: {'; '.join(notes)}")
     assert len(notes) <= max(MAX_PARTED, MAX_PARTED * len(asked) // 64), notes
 
 
@@ -188,6 +195,43 @@ def test_other_rows_change_nothing(tree):
     among = generate.run(together).completions[0]
     assert alone.tokens == among.tokens
     assert alone.accepted == among.accepted
+
+
+RAGGED = 32
+"""Requests of many lengths, settings and limits, which come and go at different steps."""
+
+
+def ragged() -> list[Request]:
+    return [
+        Request(
+            tuple(ids[: 1 + 5 * index % len(ids)]),
+            **MIXED[index % len(MIXED)],
+            seed=index,
+            max_new_tokens=4 + 7 * index % 17,
+        )
+        for index, ids in enumerate(prompt_ids()[:RAGGED])
+    ]
+
+
+@pytest.mark.slow
+def test_company_changes_nothing(capsys):
+    """Alone, and with 31 others in three orders: bit for bit in one compiled shape, that of eight
+    places; in that of one place up to near-ties."""
+    asked, eight, one = ragged(), generator("3x4x16", 8), generator("3x4x16", 1)
+    assert len(asked) == RAGGED
+    assert len({len(request.prompt_ids) for request in asked}) > 8
+
+    def outcome(done):
+        return done.tokens, done.accepted, done.finish
+
+    alone = [outcome(eight.run([request]).completions[0]) for request in asked]
+    assert any(max(accepted, default=0) for _, accepted, _ in alone)
+    orders = [*range(RAGGED)], [*range(RAGGED)][::-1], np.random.default_rng(0).permutation(RAGGED)
+    for order in orders:
+        together = eight.run([asked[index] for index in order]).completions
+        assert [outcome(done) for done in together] == [alone[index] for index in order]
+    singly = [done.tokens for done in one.run(asked).completions]
+    check_same(asked, [tokens for tokens, _, _ in alone], singly, "one place and eight", capsys)
 
 
 def test_compiled_once_for_all_lengths():

@@ -139,6 +139,7 @@ def test_a_prompt_has_settings_of_its_own(tokenizer):
         ({"temperature": -1}, "line 1: temperature is -1; 0 is greedy"),
         ({"top_p": 0}, "line 1: top_p is 0; it lies above 0"),
         ({"min_p": 1.5}, "line 1: min_p is 1.5; it lies between 0"),
+        ({"seed": -1}, "line 1: seed is -1; it lies between 0 and 4294967295"),
         ({"max_new_tokens": 0}, "line 1: max_new_tokens is 0"),
         ({"stop": ("",)}, "line 1: a stop string is empty"),
     ],

@@ -5,6 +5,9 @@ noise is keyed by the request's seed and by the absolute position of the token b
 by tree node, step or batch row. So a node's choice is what plain sampling would have chosen there,
 the walk over the tree is the greedy one, and any tree gives the very tokens of plain sampling.
 
+The noise comes from uniforms k / 2^23, so it ends at 15.9, and near there in steps: a token of
+probability 1e-6 is drawn 5 % too seldom, one of 1e-7 by half (`benchmarks/draws.py` sees it).
+
 Convention: temperature first, then top-k, top-p and min-p, each over what is left by those before,
 as in transformers' `generate`. vLLM cuts by min-p before top-k and top-p, so that a share of top-p
 is one of fewer tokens there.
