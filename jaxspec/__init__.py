@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from jaxspec.scoring import score_gsm8k
     from jaxspec.text import SamplingConfig, generate, stream, tokenize
     from jaxspec.tokenizer import Tokenizer, load_tokenizer
+    from jaxspec.training_data import Windows, read_samples
+    from jaxspec.training_run import TrainConfig, TrainReport
+    from jaxspec.training_run import train as train_draft
 
 __all__ = [
     "SHIPPED_DRAFT",
@@ -57,7 +60,10 @@ __all__ = [
     "RotaryChoice",
     "SamplingConfig",
     "Tokenizer",
+    "TrainConfig",
+    "TrainReport",
     "TreeConfig",
+    "Windows",
     "compare_records",
     "compare_runs",
     "convert_checkpoint",
@@ -70,10 +76,12 @@ __all__ = [
     "load_target",
     "load_tokenizer",
     "plan_devices",
+    "read_samples",
     "record",
     "score_gsm8k",
     "stream",
     "tokenize",
+    "train_draft",
 ]
 
 _MODULES = {
@@ -102,6 +110,8 @@ _MODULES = {
     "scoring": ("score_gsm8k",),
     "text": ("SamplingConfig", "generate", "stream", "tokenize"),
     "tokenizer": ("Tokenizer", "load_tokenizer"),
+    "training_data": ("Windows", "read_samples"),
+    "training_run": ("TrainConfig", "TrainReport", "train_draft"),
 }
 _OWN_NAMES = {
     "convert_checkpoint": "convert",
@@ -109,6 +119,7 @@ _OWN_NAMES = {
     "identify_features": "identify",
     "inspect_checkpoint": "inspect",
     "plan_devices": "plan",
+    "train_draft": "train",
 }
 """Of what has another name here, because a module has its own."""
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -49,6 +49,7 @@ def render_chat(
     variables: dict[str, Any],
     tools: Sequence[Any] = (),
     thinking: bool | None = None,
+    begins_reply: bool = True,
 ) -> list[tuple[str, bool]]:
     """The conversation as pieces of (text, whether it is a control token), with the reply begun.
 
@@ -64,6 +65,7 @@ def render_chat(
       tools: that the messages may call, in the form the template wants. A template that reads
         `tools_ts_str`, Kimi-K2.5's, gets their declarations in it.
       thinking: its variable of that name; None leaves it undefined.
+      begins_reply: whether the reply is begun; a conversation that is over has all of its own.
 
     Raises:
       InputError: messages that `check_messages` refuses; the template is not Jinja, or refuses
@@ -91,7 +93,7 @@ def render_chat(
         read = jinja2.meta.find_undeclared_variables(environment.parse(template))
         rendered = environment.from_string(template).render(
             messages=_translated(messages, to_mask),
-            add_generation_prompt=True,
+            add_generation_prompt=begins_reply,
             **variables,
             **_translated(asked, to_mask),
             **({} if declared is None else {"tools_ts_str": declared.translate(to_mask)}),

@@ -17,6 +17,7 @@ from jaxspec.cli_compare import compare
 from jaxspec.cli_export import export
 from jaxspec.cli_plan import plan
 from jaxspec.cli_score import score
+from jaxspec.cli_train import train_draft
 from jaxspec.errors import InputError
 from jaxspec.flags import (
     DEFAULT_TREE,
@@ -258,7 +259,24 @@ def record(
     context: typer.Context,
     prompt: PromptArgument = None,
     *,
-    out: Annotated[Path, typer.Option(metavar="R.safetensors", help="The record.")],
+    out: Annotated[
+        Path,
+        typer.Option(metavar="R.safetensors|DIR", help="The record, or with --features a DIR."),
+    ],
+    features: Annotated[
+        bool,
+        typer.Option(
+            "--features",
+            help="For train-draft: --prompt-file is what it calls --data, and features and last "
+            "state of all of it go to shards. Interrupted, it goes on.",
+        ),
+    ] = False,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            min=3, help="With --features: tokens of a window; samples are cut. Default: 512."
+        ),
+    ] = None,
     target: TargetFlag = None,
     draft: DraftFlag = None,
     capture: CaptureFlag = None,
@@ -289,17 +307,31 @@ def record(
     """What target and draft say of given tokens, position by position, in a file."""
     _start_jax(compile_cache)
     _join(context)
-    from jaxspec.commands import PromptFlags, run_record
+    from jaxspec.commands import PromptFlags, run_record, run_record_features
     from jaxspec.console import Display
     from jaxspec.processes import is_first
 
+    prompts = PromptFlags(prompt, prompt_file, tokens, chat, thinking)
+    if features:
+        if boundaries is not None or top is not None:
+            raise InputError("--boundaries and --top are of a record; --features keeps its own")
+        ids = _ids("--capture", capture)
+        drafted = (draft, None, capture_convention, draft_rotary)
+        models = _models(target, drafted, dtype, None, _mesh(mesh, cache))
+        with Display() as display:
+            made = run_record_features(models, prompts, ids, length or 512, out, display)
+        if as_json and is_first():
+            print(json.dumps(made.to_dict()))
+        return
+    if length is not None:
+        raise InputError("--length is of --features: a record takes prompts as they are")
     drafted = (draft, capture, capture_convention, draft_rotary)
     models = _models(target, drafted, dtype, None, _mesh(mesh, cache))
     kept = () if boundaries == "none" else _ids("--boundaries", boundaries)
     with Display() as display:
         done = run_record(
             models,
-            PromptFlags(prompt, prompt_file, tokens, chat, thinking),
+            prompts,
             kept,
             top,
             out,
@@ -389,9 +421,13 @@ def inspect(
 ) -> None:
     """The contract of a checkpoint: every claim, and where it was read.
 
-    Of a safetensors file with tokens and features: which boundary of --target each chunk really
-    is; exit status 1 if that is not what the file claims.
+    Of a safetensors file with tokens and features, or the first shard of what record --features
+    wrote: which boundary of --target each chunk really is; exit status 1 if that is not what the
+    file claims.
     """
+    from jaxspec.features import first_shard
+
+    path = str(first_shard(Path(path)) or path)
     if path.endswith(".safetensors"):
         _inspect_features(Path(path), target, as_json, compile_cache)
         return
@@ -426,10 +462,9 @@ def _inspect_features(
 
 
 def _start_jax(compile_cache: str | None) -> None:
-    from jaxspec.environment import default_compile_cache, use_compile_cache
+    from jaxspec.environment import start_jax
 
-    if compile_cache != "none":
-        use_compile_cache(Path(compile_cache) if compile_cache else default_compile_cache())
+    start_jax(compile_cache)
 
 
 def _models(
@@ -547,7 +582,7 @@ def _tree(
     return tree
 
 
-for command in (plan, export, compare, score):
+for command in (plan, export, compare, score, train_draft):
     app.command()(command)
 
 

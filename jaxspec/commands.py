@@ -23,6 +23,7 @@ from jaxspec.convert.source import Source
 from jaxspec.draft import Draft
 from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_TARGET
 from jaxspec.errors import InputError
+from jaxspec.features import FeaturesDirectory, estimated_bytes, record_features
 from jaxspec.generator import GenerateConfig, Generator, implementations
 from jaxspec.identify import FeaturesReport, identify
 from jaxspec.processes import all_or_none, check_agreement, is_first, told_by_first
@@ -41,6 +42,7 @@ from jaxspec.runfile import RunFile, entry_of
 from jaxspec.target import Target
 from jaxspec.text import SamplingConfig, TextRun, check_requests, requests_of
 from jaxspec.tokenizer import Tokenizer, load_tokenizer
+from jaxspec.training_data import Windows, read_samples
 from jaxspec.version import version
 
 __all__ = [
@@ -52,6 +54,7 @@ __all__ = [
     "run_generate",
     "run_identify",
     "run_record",
+    "run_record_features",
     "run_tokenize",
 ]
 
@@ -339,6 +342,43 @@ def run_record(
     if is_first():
         done.save(out)
     return done
+
+
+def run_record_features(
+    models: ModelFlags,
+    data: PromptFlags,
+    capture: tuple[int, ...] | None,
+    length: int,
+    out: Path,
+    display: Display,
+) -> FeaturesDirectory:
+    """The features of a training text, in shards in `out`; see `features.record_features`.
+
+    Args:
+      capture: their boundaries; None takes those that the draft states.
+
+    Raises:
+      InputError: a flag, the data or a checkpoint cannot be used.
+    """
+    source = data.prompt_file or data.tokens
+    if source is None or data.text is not None or data.use_chat or data.thinking is not None:
+        raise InputError("--features reads --prompt-file or --tokens, and nothing beside")
+    if models.numerics.mesh is not None:
+        raise InputError("--features over a mesh is not done: leave out --mesh")
+    if (capture is None) == (models.draft == "none"):
+        raise InputError("--features are those of --capture with --draft none, or of a --draft")
+    target, draft = load(models, display)
+    if draft is not None:
+        claim = target.asked_for(draft.config.boundaries)
+    else:
+        assert capture is not None, "one of the two was given"
+        claim = target.boundaries(capture, "target capture, set by --capture")
+    tokenizer = load_tokenizer(models.target_directory)
+    samples = read_samples(source, tokenizer, target.config, data.tokens is not None)
+    windows = Windows.of(samples, length, target.config.vocab_size)
+    gigabytes = estimated_bytes(target, claim, windows) / 1e9
+    display.say(f"{len(windows)} windows, {gigabytes:.3f} GB, of {claim}")
+    return record_features(target, claim, windows, out, display.progress)
 
 
 def run_identify(path: Path, models: ModelFlags, display: Display) -> FeaturesReport:

@@ -13,6 +13,7 @@ __all__ = [
     "SHIPPED_TARGET",
     "default_compile_cache",
     "hub_cache",
+    "start_jax",
     "use_compile_cache",
 ]
 
@@ -54,3 +55,10 @@ def use_compile_cache(directory: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def start_jax(choice: str | None) -> None:
+    """Makes JAX keep compiled programs where --compile-cache says: "none", or None for the usual
+    place."""
+    if choice != "none":
+        use_compile_cache(Path(choice) if choice else default_compile_cache())

@@ -158,6 +158,7 @@ class Generator:
         self._target = target.config
         self._settings = Settings(config.tree, capture, config.prefill_chunk)
         graph, self._params = nnx.split((target, draft))
+        self._graph = graph
         if self._devices is not None:
             self._params = self._devices.put(self._params)
         new_state = functools.partial(empty_state, target, draft, config.batch_size, self.slots)
@@ -190,6 +191,11 @@ class Generator:
 
     def _fetch(self, tree: Any) -> Any:
         return jax.device_get(tree) if self._devices is None else self._devices.fetch(tree)
+
+    def use(self, draft: Draft) -> None:
+        """Goes on with other weights of the same draft; nothing is compiled again."""
+        target, _ = nnx.merge(self._graph, self._params)
+        self._params = self._put(nnx.split((target, draft))[1])
 
     def run(self, requests: Sequence[Request], should_stop: ShouldStop | None = None) -> Run:
         """The completions of the requests, as many at a time as there are places.

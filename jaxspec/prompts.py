@@ -20,6 +20,7 @@ __all__ = [
     "encode_prompts",
     "read_prompts",
     "read_tokens",
+    "whole_conversation",
 ]
 
 
@@ -280,6 +281,22 @@ def _first_turn(value: Any) -> dict[str, Any]:
     return {"text": _check_text(_list(value)[0])}
 
 
+def whole_conversation(entry: Mapping[str, Any]) -> list[Message] | None:
+    """All turns of a line's messages or ShareGPT conversation, replies too; None of other forms.
+
+    Raises:
+      InputError: they are no turns.
+    """
+    if "messages" in entry:
+        turns = _list(entry["messages"])
+    elif "conversations" in entry:
+        turns = _share_gpt_turns(entry["conversations"])
+    else:
+        return None
+    check_messages(turns)
+    return turns
+
+
 def _messages(value: Any) -> dict[str, Any]:
     messages = _list(value)
     check_messages(messages)
@@ -293,6 +310,10 @@ def _messages(value: Any) -> dict[str, Any]:
 
 
 def _share_gpt(value: Any) -> dict[str, Any]:
+    return _messages(_share_gpt_turns(value))
+
+
+def _share_gpt_turns(value: Any) -> list[Message]:
     messages = []
     for turn in _list(value):
         if not isinstance(turn, dict) or turn.get("from") not in _SHARE_GPT_ROLES:
@@ -301,7 +322,7 @@ def _share_gpt(value: Any) -> dict[str, Any]:
                 f"found {turn.get('from') if isinstance(turn, dict) else shown(turn)!r}"
             )
         messages.append({"role": _SHARE_GPT_ROLES[turn["from"]], "content": turn.get("value")})
-    return _messages(messages)
+    return messages
 
 
 _SHARE_GPT_ROLES = {

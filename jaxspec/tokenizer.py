@@ -99,12 +99,16 @@ class Tokenizer:
         return [i for piece in _cut(text) for i in encode(piece)]
 
     def encode_chat(
-        self, messages: list[Message], tools: Sequence[Any] = (), thinking: bool | None = None
+        self,
+        messages: list[Message],
+        tools: Sequence[Any] = (),
+        thinking: bool | None = None,
+        begins_reply: bool = True,
     ) -> list[int]:
         """The ids of a conversation in the checkpoint's own chat template, reply begun.
 
         Args:
-          tools, thinking: see `render_chat`.
+          tools, thinking, begins_reply: see `render_chat`.
 
         Raises:
           InputError: there is no template, or these messages cannot be rendered with it.
@@ -116,7 +120,13 @@ class Tokenizer:
                 "the prompt as text, or as ids with --tokens"
             )
         pieces = render_chat(
-            self.chat_template, messages, self.special_ids, self._variables, tools, thinking
+            self.chat_template,
+            messages,
+            self.special_ids,
+            self._variables,
+            tools,
+            thinking,
+            begins_reply,
         )
         return [i for piece in pieces for i in self._encode_piece(*piece)]
 

@@ -70,9 +70,12 @@ def over_prefix(
     Args:
       part_of_block: (first slot, is_seen [B, block]) -> the part of that block.
       kv_len_B: filled slots of each sequence.
-      slots: capacity of the cache; `block` is cut to it.
+      slots: capacity of the cache; `block` is cut to it. Of none there is no loop, and the whole
+        can be differentiated.
       empty: the part to start from, for its shape.
     """
+    if not slots:
+        return empty
     block = min(block, slots)
     longest = jnp.minimum(kv_len_B.max(), slots)
 

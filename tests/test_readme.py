@@ -53,8 +53,8 @@ def test_axis_key_is_that_of_the_code():
 def test_commands_exist():
     known = {command.callback.__name__ for command in cli.app.registered_commands}
     for block in blocks("sh"):
-        for name in re.findall(r"\bjaxspec (\w+)", block):
-            assert name in known
+        for name in re.findall(r"\bjaxspec ([\w-]+)", block):
+            assert name.replace("-", "_") in known
 
 
 def test_commands_of_the_first_screen():

@@ -223,6 +223,18 @@ def make_greedy_record(directory: Path, prompts: list[list[int]], out: Path) -> 
     return Record.read(out)
 
 
+def make_draft_step(
+    directory: Path, out: Path, inputs: dict[str, np.ndarray], num_steps: int, decay: float
+) -> dict[str, np.ndarray]:
+    """speculators' loss and gradients of one training step; see draft_step.py."""
+    given = out.with_suffix(".inputs.safetensors")
+    # Safetensors writes a view's underlying memory, whatever the view shows of it.
+    save_file({name: np.ascontiguousarray(array) for name, array in inputs.items()}, given)
+    options = ("--inputs", given, "--out", out, "--steps", num_steps, "--decay", decay)
+    _run("draft_step.py", directory, *options)
+    return Record.read(out).arrays
+
+
 def save_torch(tensors: Path, out: Path) -> None:
     """The tensors of a safetensors file as torch saves them."""
     _run_python("save_torch.py", tensors, out)

@@ -1,7 +1,8 @@
 """Collects the training text (this interpreter's standard library) and tokenises it once.
 
 `python data.py --out DIR --vocab 1536` writes the tokenizer's files, `train.npy` and `heldout.npy`
-(uint16 token streams, every document followed by [EOS], none preceded by [BOS]) and `corpus.json`.
+(uint16 token streams, every document followed by [EOS], none preceded by [BOS]), the same documents
+as `train.jsonl` and `heldout.jsonl`, which `jaxspec train-draft` reads, and `corpus.json`.
 A plain prompt is fed to the model without [BOS] too, and training windows begin anywhere.
 """
 
@@ -74,6 +75,8 @@ def main() -> None:
     for part, docs in (("train", train), ("heldout", heldout)):
         ids = [id_ for text in docs.values() for id_ in [*enc.encode_ordinary(text), eos]]
         np.save(args.out / f"{part}.npy", np.asarray(ids, np.uint16))
+        lines = [json.dumps({"text": text}) for text in docs.values()]
+        (args.out / f"{part}.jsonl").write_text("".join(f"{line}\n" for line in lines))
         characters = sum(map(len, docs.values())) + len(docs)  # an [EOS] counts as one character
         report[part] = {"files": len(docs), "characters": characters, "tokens": len(ids)}
         report[part]["characters_per_token"] = characters / len(ids)

@@ -1,0 +1,277 @@
+"""`jaxspec train-draft`: its flags, and the models and data that they name."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from jaxspec.errors import InputError
+from jaxspec.flags import (
+    DEFAULT_TREE,
+    CaptureFlag,
+    CompileCacheFlag,
+    DtypeFlag,
+    JsonFlag,
+    TargetFlag,
+)
+
+if TYPE_CHECKING:
+    from jaxspec.draft import Draft
+    from jaxspec.fresh_draft import DraftShape
+    from jaxspec.target import Target
+    from jaxspec.training_data import Windows
+
+__all__ = ["train_draft"]
+
+HELD_OUT_SHARE = 20
+"""Without --heldout, the last of so many windows are never learned from."""
+
+
+def train_draft(
+    *,
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR",
+            help="Gets draft/, which generate takes, metrics.jsonl and checkpoints/. A run that "
+            "was interrupted goes on when it is given the same again.",
+        ),
+    ],
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="F",
+            help="Text, or JSON lines with messages, conversations (ShareGPT), text, prompt or "
+            "question. Default: --tokens.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        Path | None,
+        typer.Option(metavar="F", help="JSON list of lists of ids, in place of --data."),
+    ] = None,
+    features: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="What `jaxspec record --features` wrote, in place of --data.",
+        ),
+    ] = None,
+    heldout: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="F",
+            help="Likewise, for evaluation. Default: the last twentieth of the windows.",
+        ),
+    ] = None,
+    heldout_windows: Annotated[
+        int, typer.Option(min=1, help="Of those, so many at most, spread evenly over them.")
+    ] = 64,
+    target: TargetFlag = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="A draft to start from, with all that it is. Default: a fresh one.",
+        ),
+    ] = None,
+    attention: Annotated[
+        Literal["llama", "latent"], typer.Option(help="Of a fresh draft; latent is the target's.")
+    ] = "llama",
+    capture: CaptureFlag = None,
+    draft_vocab_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Of a fresh draft: the N ids that are most frequent in the data. Default: 32000, "
+            "or all where there are no more.",
+        ),
+    ] = None,
+    draft_config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="Sizes of a fresh draft under Hugging Face's names, such as intermediate_size, "
+            "num_attention_heads, head_dim, rope_theta. Default: the target's.",
+        ),
+    ] = None,
+    length: Annotated[int, typer.Option(min=3, help="Tokens of a window; samples are cut.")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows of a batch.")] = 4,
+    batches: Annotated[int, typer.Option(min=1, help="Of the whole run.")] = 1000,
+    accumulate: Annotated[int, typer.Option(min=1, help="Batches that make an update.")] = 1,
+    learning_rate: Annotated[float, typer.Option(help="Its highest.")] = 1e-4,
+    warm_up: Annotated[int, typer.Option(min=0, help="Batches until it is reached.")] = 50,
+    clip: Annotated[float, typer.Option(help="Of the gradient's norm.")] = 0.5,
+    weight_decay: Annotated[float, typer.Option(help="AdamW's.")] = 0.0,
+    num_steps: Annotated[int, typer.Option(min=1, help="Of the training-time test.")] = 7,
+    step_weight: Annotated[
+        float, typer.Option(help="What a step counts, over the one before it.")
+    ] = 0.8,
+    labels: Annotated[
+        Literal["covered", "within"],
+        typer.Option(
+            help="The target's probabilities of the draft's vocabulary, as they are, or made to "
+            "sum to 1."
+        ),
+    ] = "covered",
+    seed: Annotated[int, typer.Option(help="Of a fresh draft, and of the order.")] = 0,
+    evaluate_every: Annotated[
+        int, typer.Option(min=1, help="Batches between evaluations, each with a checkpoint.")
+    ] = 200,
+    accept_prompts: Annotated[
+        int,
+        typer.Option(min=0, help="Held-out prompts on which acceptance is measured; 0: it is not."),
+    ] = 16,
+    accept_temperature: Annotated[float, typer.Option(help="Of what is generated there.")] = 0.8,
+    tree: Annotated[
+        str, typer.Option(metavar="LEVELSxBRANCHESxNODES", help="That is drafted there.")
+    ] = DEFAULT_TREE,
+    dtype: DtypeFlag = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="F.png", help="A picture of it. Default: none.")
+    ] = None,
+    as_json: JsonFlag = False,
+    compile_cache: CompileCacheFlag = None,
+) -> None:
+    """An EAGLE-3 draft of a target, by the training-time test on the target's own features.
+
+    Exit status 1: the loss was no number, and training stopped.
+    """
+    source = data or tokens or features
+    if source is None or sum(one is not None for one in (data, tokens, features)) > 1:
+        raise InputError("give one of --data, --tokens and --features")
+    if features is not None and (heldout is not None or capture is not None):
+        raise InputError(
+            "--features say themselves which boundaries they are, and the last windows of theirs "
+            "are held out: leave out --heldout and --capture"
+        )
+    from jaxspec.environment import start_jax
+    from jaxspec.picture import check_picture
+
+    if plot is not None:
+        check_picture(plot)
+    start_jax(compile_cache)
+    import jax
+    import numpy as np
+
+    from jaxspec.checkpoint import load_target, locate
+    from jaxspec.config import Numerics, TreeConfig
+    from jaxspec.console import Display
+    from jaxspec.environment import SHIPPED_TARGET
+    from jaxspec.features import FeaturesDirectory
+    from jaxspec.fresh_draft import DraftShape
+    from jaxspec.optimizer import OptimizerConfig
+    from jaxspec.tokenizer import load_tokenizer
+    from jaxspec.training import LossConfig
+    from jaxspec.training_acceptance import AcceptanceConfig
+    from jaxspec.training_data import Windows, read_samples
+    from jaxspec.training_run import TrainConfig, train
+
+    config = TrainConfig(
+        LossConfig(num_steps, step_weight, labels),
+        OptimizerConfig(learning_rate, batches, warm_up, clip, weight_decay, accumulate),
+        batch_size,
+        seed,
+        evaluate_every,
+        AcceptanceConfig(
+            accept_prompts, temperature=accept_temperature, tree=TreeConfig.parse(tree)
+        ),
+    )
+    config.loss.check()
+    config.optimizer.check()
+    shape = DraftShape(attention, _ids(capture), draft_vocab_size, _sizes(draft_config))
+    if draft is not None and shape != DraftShape():
+        raise InputError(
+            "--attention, --capture, --draft-vocab-size and --draft-config are of a fresh draft, "
+            "and --draft is not"
+        )
+    directory = locate(target or SHIPPED_TARGET)
+    stored = None if features is None else FeaturesDirectory.open(features)
+    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    if stored is not None and stored.dtype != dtype:
+        raise InputError(f"{features}: recorded in {stored.dtype}; give --dtype {stored.dtype}")
+    numerics = Numerics(dtype=dtype)
+    with Display() as display:
+        model = load_target(directory, numerics, progress=display.progress)
+        most = model.config.max_position_embeddings
+        if length > most:
+            raise InputError(f"--length {length}: the target was made for {most} tokens")
+        tokenizer, vocab_size = load_tokenizer(directory), model.config.vocab_size
+
+        def windows(path: Path) -> Windows:
+            samples = read_samples(path, tokenizer, model.config, tokens is not None)
+            return Windows.of(samples, length, vocab_size)
+
+        if stored is not None:
+            learned = stored.windows()
+            shape = dataclasses.replace(shape, capture=stored.boundaries.ids)
+        else:
+            learned = windows(source)
+        if heldout is None:
+            learned, held_out = _split(learned)
+        else:
+            held_out = windows(heldout)
+        if len(held_out) > heldout_windows:
+            held_out = held_out.take(np.linspace(0, len(held_out) - 1, heldout_windows).astype(int))
+        start = _start(model, draft, shape, learned, seed)
+        if stored is not None:
+            stored.require(start.config.boundaries)
+        display.say(
+            f"{len(learned)} windows to learn from, {len(held_out)} held out; the draft reads "
+            f"{start.config.boundaries}"
+        )
+        report = train(model, start, learned, held_out, config, out, display.progress, display.say)
+        if plot is not None:
+            from jaxspec.training_view import plot_training
+
+            plot_training(report, plot)
+    if as_json:
+        print(json.dumps(report.to_dict()))
+    else:
+        print(f"{report.draft} is the draft; {report.metrics} how it came about")
+
+
+def _split(windows: "Windows") -> "tuple[Windows, Windows]":
+    """Those to learn from, and the last ones, to evaluate on."""
+    count = max(1, len(windows) // HELD_OUT_SHARE)
+    if len(windows) < 2:
+        raise InputError(
+            "one window of text: nothing would be left to evaluate on; give more, or --heldout"
+        )
+    return windows.take(slice(None, -count)), windows.take(slice(-count, None))
+
+
+def _start(
+    target: "Target", draft: str | None, shape: "DraftShape", learned: "Windows", seed: int
+) -> "Draft":
+    from jaxspec.checkpoint import load_draft
+    from jaxspec.config import Numerics
+    from jaxspec.fresh_draft import fresh_draft
+
+    if draft is not None:
+        return load_draft(draft, Numerics(dtype="float32"), target=target)
+    vocab_size = target.config.vocab_size
+    ids = learned.frequent_ids(vocab_size, shape.num_ids(vocab_size))
+    return fresh_draft(target, shape, ids, seed)
+
+
+def _ids(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() for part in parts):
+        raise InputError(f"--capture is {text!r}: expected boundaries, as in 2,30,58")
+    return tuple(map(int, parts))
+
+
+def _sizes(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"--draft-config {text!r}: not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise InputError(f"--draft-config {text!r}: expected an object")
+    return found

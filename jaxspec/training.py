@@ -1,0 +1,354 @@
+"""EAGLE-3's training-time test: the draft learns from its own hidden states, as it will draft.
+
+Row i pairs the features of position i with token i + 1 and learns what the target says after that
+token. In each later step every row goes on from its own hidden state, one position further, with
+the true token there; it sees the rows of the first step up to its own (a causal block) and its own
+row of each step between (one diagonal each). So the draft meets its own errors while it is trained
+(arXiv:2503.01840, section 3.2).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.cache import DraftCache
+from jaxspec.config import Numerics
+from jaxspec.contracts import Boundaries, Features, TargetIds
+from jaxspec.dims import typed
+from jaxspec.draft import Borrowed, Draft
+from jaxspec.errors import InputError
+from jaxspec.layers import full_f32
+from jaxspec.mla import Pass
+from jaxspec.optimizer import OptimizerConfig
+from jaxspec.target import Target
+
+__all__ = ["Batch", "LossConfig", "StepReport", "Sums", "TrainState", "Trainer", "draft_loss"]
+
+Labels = Literal["covered", "within"]
+FROZEN = "embed"
+"""An embedding of the draft's own stays as it is, as SpecForge and speculators leave theirs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """What is asked of the draft.
+
+    Attributes:
+      num_steps: of the training-time test.
+      step_weight: what a step counts, over the one before it.
+      labels: the target's probabilities of the draft's vocabulary. "covered" takes them as they
+        are, so that a position counts as much as the draft can cover of it; "within" makes them sum
+        to 1, as speculators does. Over the full vocabulary they are the same.
+    """
+
+    num_steps: int = 7
+    step_weight: float = 0.8
+    labels: Labels = "covered"
+
+    def check(self) -> None:
+        """Raises InputError for what cannot be trained with."""
+        if self.num_steps < 1 or not 0 < self.step_weight <= 1:
+            raise InputError(
+                f"{self.num_steps} steps of weight {self.step_weight}; steps start at 1, and a "
+                "step's weight over the one before lies above 0, at most at 1"
+            )
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["tokens", "lengths", "is_learned", "features", "hidden"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Some sequences, and what was recorded of them.
+
+    Attributes:
+      tokens: [B,T] int32, anything past the lengths.
+      lengths: [B] int32.
+      is_learned: [B,T] whether what the target says after this token is learned.
+      features, hidden: the boundaries that the draft reads, and the last one [B,T,D], before the
+        final norm; None where the target is to compute them.
+    """
+
+    tokens: Any
+    lengths: Any
+    is_learned: Any
+    features: Features | None = None
+    hidden: Any = None
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["loss", "num_right", "count"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """Sums over the positions that count, [steps, B] each.
+
+    Attributes:
+      loss: cross-entropy in nats.
+      num_right: positions whose likeliest draft token is the target's likeliest of all.
+      count: positions.
+    """
+
+    loss: Any
+    num_right: Any
+    count: Any
+
+    def mean(self, name: Literal["loss", "num_right"]) -> list[float | None]:
+        """Per position, step by step; None where no position counts."""
+        totals, counts = np.asarray(getattr(self, name)).sum(1), np.asarray(self.count).sum(1)
+        return [float(t) / float(n) if n else None for t, n in zip(totals, counts, strict=True)]
+
+
+@typed
+def _ahead(x_BT: Array, by: int) -> Array:
+    """What stands `by` positions further; zeros past the end. Further axes come along."""
+    width = [(0, 0), (0, by)] + [(0, 0)] * (x_BT.ndim - 2)
+    return jnp.pad(x_BT[:, by:], width)
+
+
+@full_f32
+@typed
+def draft_loss(
+    draft: Draft,
+    borrowed: Borrowed,
+    features: Features,
+    tokens_BT: Int[Array, "B T"],
+    logits_BTV: Float[Array, "B T V"],
+    is_learned_BT: Bool[Array, "B T"],
+    config: LossConfig,
+) -> tuple[Float[Array, ""], Sums]:
+    """The weighted loss, and its parts.
+
+    Of each step it is the mean over the positions that count in the whole batch.
+
+    Args:
+      logits_BTV: the target's; no gradient goes there.
+      is_learned_BT: whether the target's distribution at a position is learned.
+
+    Raises:
+      ContractError: these are not the features that the draft is for.
+    """
+    batch, length = tokens_BT.shape
+    vocab_size = draft.config.vocab_size
+    probs_BTU = _labels(logits_BTV, draft.vocab_map.targets, config.labels)
+    best_BT = jnp.argmax(logits_BTV, axis=-1)
+    pos_BT = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+    sees_TT, diagonal_TT = jnp.tri(length, dtype=bool), jnp.eye(length, dtype=bool)
+    nothing_B, cache = jnp.zeros(batch, jnp.int32), draft.empty_cache(batch, 0)
+    hidden: jax.Array | None = None
+    earlier: DraftCache | None = None
+    total, parts = jnp.float32(0), []
+    for step in range(config.num_steps):
+        tokens = TargetIds(_ahead(tokens_BT, step + 1), vocab_size)
+        sees_BTT = jnp.broadcast_to(sees_TT, (batch, *sees_TT.shape))
+        at = Pass(pos_BT + step, nothing_B, sees_BTT)
+        if hidden is None:
+            done = draft.fuse(features, tokens, at, cache, borrowed)
+        else:
+            assert earlier is not None
+            done = draft.recur(hidden, tokens, at, cache, earlier, borrowed)
+        logits_BTU = draft.logits(done.recurrent, borrowed)
+        counts_BT = _ahead(is_learned_BT, step + 1)
+        log_BTU = jax.nn.log_softmax(logits_BTU)
+        loss_BT = -jnp.sum(_ahead(probs_BTU, step + 1) * log_BTU, axis=-1)
+        guess_BT = draft.vocab_map.targets[jnp.argmax(logits_BTU, axis=-1)]
+        is_right_BT = (guess_BT == _ahead(best_BT, step + 1)) & counts_BT
+        loss_B = jnp.where(counts_BT, loss_BT, 0.0).sum(1)
+        parts.append(Sums(loss_B, is_right_BT.sum(1), counts_BT.sum(1)))
+        mean = loss_B.sum() / jnp.maximum(counts_BT.sum(), 1).astype(jnp.float32)
+        total = total + config.step_weight**step * mean
+        hidden = done.recurrent
+        earlier = done.rows if earlier is None else jax.tree.map(_joined, earlier, done.rows)
+        sees_TT = jnp.concatenate([sees_TT, diagonal_TT], axis=1)
+    return total, jax.tree.map(lambda *of_steps: jnp.stack(of_steps), *parts)
+
+
+def _labels(logits_BTV: jax.Array, targets_U: jax.Array, labels: Labels) -> jax.Array:
+    """The target's probabilities [B,T,U] of the draft's vocabulary."""
+    logits_BTV = jax.lax.stop_gradient(logits_BTV)
+    if labels == "within":
+        return jax.nn.softmax(logits_BTV[:, :, targets_U])
+    return jax.nn.softmax(logits_BTV)[:, :, targets_U]
+
+
+def _joined(earlier: jax.Array, new: jax.Array) -> jax.Array:
+    """A cache's rows of two calls."""
+    return jnp.concatenate([earlier, new], axis=-2)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["trained", "optimizer"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """What training changes, f32.
+
+    Attributes:
+      trained: parameters by path, as in `attention.query`.
+      optimizer: optax's state.
+    """
+
+    trained: dict[str, jax.Array]
+    optimizer: Any
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["loss", "sums", "gradient_norm", "largest"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class StepReport:
+    """What a step on one batch found.
+
+    Attributes:
+      largest: the largest absolute value in each parameter's gradient.
+    """
+
+    loss: Any
+    sums: Sums
+    gradient_norm: Any
+    largest: dict[str, Any]
+
+    @property
+    def is_finite(self) -> bool:
+        return bool(np.isfinite(self.loss) and np.isfinite(self.gradient_norm))
+
+
+class Trainer:
+    """A draft that learns from a target, one compiled step for every batch of a shape.
+
+    Parameters and optimiser are f32; both models are computed in the target's dtype.
+    """
+
+    def __init__(
+        self, target: Target, draft: Draft, loss: LossConfig, optimizer: OptimizerConfig
+    ) -> None:
+        """Args:
+          draft: in f32. Its numerics' implementation is left alone: plain XLA has a gradient.
+
+        Raises:
+          InputError: a config that cannot be trained with, a mesh, or nothing to train.
+        """
+        loss.check()
+        optimizer.check()
+        if target.numerics.mesh is not None or draft.numerics.mesh is not None:
+            raise InputError("training over a mesh is not done: load both models without one")
+        self.capture: Boundaries = target.asked_for(draft.config.boundaries)
+        # Contract errors before anything is compiled.
+        Features(jnp.zeros((1, 1, self.capture.total_width)), self.capture).require(
+            draft.config.boundaries, "train-draft"
+        )
+        self.loss, self._optimizer = loss, optimizer.make()
+        dtype = target.numerics.jnp_dtype
+        _, state = nnx.split(draft)
+        self._variables = dict(nnx.to_flat_state(state))
+        numerics = Numerics(dtype=target.numerics.dtype, implementation="xla")
+        self._graph = nnx.split(
+            nnx.eval_shape(lambda: Draft(draft.config, numerics, nnx.Rngs(0), draft.identity))
+        )[0]
+        values = {
+            ".".join(map(str, path)): leaf.get_value() for path, leaf in self._variables.items()
+        }
+        is_trained = {
+            name: name != FROZEN and jnp.issubdtype(value.dtype, jnp.floating)
+            for name, value in values.items()
+        }
+        self._start = {n: v.astype(jnp.float32) for n, v in values.items() if is_trained[n]}
+        self._fixed = {
+            n: v.astype(dtype) if n == FROZEN else v for n, v in values.items() if not is_trained[n]
+        }
+        self._target_graph, self._target = nnx.split(target)
+        self._dtype = dtype
+        self._step = jax.jit(self._train, donate_argnums=0)
+        self._sums = jax.jit(lambda *given: self._loss(*given)[1])
+
+    def new_state(self) -> TrainState:
+        """The state before the first step, of arrays of its own."""
+        trained = jax.tree.map(jnp.copy, self._start)
+        return TrainState(trained, self._optimizer.init(trained))
+
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
+        """The state after one batch, and what was found there, on the host.
+
+        A loss or a gradient that is not finite changes nothing: see `StepReport.is_finite`.
+        """
+        state, report = self._step(state, self._target, self._fixed, batch)
+        return state, jax.device_get(report)
+
+    def sums(self, state: TrainState, batch: Batch) -> Sums:
+        """What `draft_loss` finds on a batch that is not learned from, on the host."""
+        return jax.device_get(self._sums(state.trained, self._target, self._fixed, batch))
+
+    def draft(self, state: TrainState) -> Draft:
+        """The draft as it is now, in the target's dtype."""
+        return self._merged(state.trained, self._fixed)
+
+    def values(self, state: TrainState) -> dict[str, np.ndarray]:
+        """All of its parameters by path, the trained ones f32."""
+        return jax.device_get(self._fixed | state.trained)
+
+    def _merged(self, trained: Mapping[str, jax.Array], fixed: Mapping[str, jax.Array]) -> Draft:
+        values = {name: value.astype(self._dtype) for name, value in trained.items()} | dict(fixed)
+        flat = [
+            (path, leaf.replace(values[".".join(map(str, path))]))
+            for path, leaf in self._variables.items()
+        ]
+        return nnx.merge(self._graph, nnx.from_flat_state(flat))
+
+    def _loss(
+        self, trained: dict[str, jax.Array], target_params: Any, fixed: Any, batch: Batch
+    ) -> tuple[jax.Array, Sums]:
+        target = nnx.merge(self._target_graph, target_params)
+        is_real_BT = jnp.arange(batch.tokens.shape[1])[None] < batch.lengths[:, None]
+        features, hidden_BTD = batch.features, batch.hidden
+        if features is None:
+            features, hidden_BTD = see(target, batch.tokens, is_real_BT, self.capture)
+        return draft_loss(
+            self._merged(trained, fixed),
+            Borrowed.of(target),
+            features,
+            batch.tokens,
+            target.logits(hidden_BTD),
+            batch.is_learned & is_real_BT,
+            self.loss,
+        )
+
+    def _train(
+        self, state: TrainState, target_params: Any, fixed: Any, batch: Batch
+    ) -> tuple[TrainState, StepReport]:
+        (loss, sums), gradient = jax.value_and_grad(self._loss, has_aux=True)(
+            state.trained, target_params, fixed, batch
+        )
+        norm = optax.tree.norm(gradient)
+        with jax.numpy_dtype_promotion("standard"):  # optax's counts are integers among floats
+            updates, optimizer = self._optimizer.update(gradient, state.optimizer, state.trained)
+        trained: Any = optax.apply_updates(state.trained, updates)
+        learnt = TrainState(trained, optimizer)
+        is_good = jnp.isfinite(loss) & jnp.isfinite(norm)
+        kept = jax.tree.map(lambda new, old: jnp.where(is_good, new, old), learnt, state)
+        largest = {name: jnp.abs(leaf).max() for name, leaf in gradient.items()}
+        return kept, StepReport(loss, sums, norm, largest)
+
+
+def see(
+    target: Target, tokens_BT: jax.Array, is_real_BT: jax.Array, capture: Boundaries
+) -> tuple[Features, jax.Array]:
+    """The features of whole sequences, and the last boundary [B,T,D]."""
+    batch, length = tokens_BT.shape
+    pos_BT = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+    at = Pass(pos_BT, jnp.zeros(batch, jnp.int32), None, is_real_BT)
+    tokens = TargetIds(tokens_BT, target.config.vocab_size)
+    seen = target(tokens, at, target.empty_cache(batch, 1), capture)
+    assert seen.features is not None
+    return seen.features, seen.hidden

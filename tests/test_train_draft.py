@@ -1,0 +1,259 @@
+"""`jaxspec train-draft`: data, a run that is killed and goes on, what it leaves, bad input."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxspec import cli
+from jaxspec.checkpoint import load_draft, load_target
+from jaxspec.errors import InputError
+from jaxspec.fresh_draft import DraftShape, fresh_draft
+from jaxspec.optimizer import OptimizerConfig
+from jaxspec.tokenizer import load_tokenizer
+from jaxspec.training import LossConfig
+from jaxspec.training_acceptance import AcceptanceConfig
+from jaxspec.training_data import Sample, Windows, read_samples
+from jaxspec.training_run import TrainConfig, train
+from tests import make_checkpoint, tiny
+from tests.tiny_tokenizer import write_tokenizer
+
+VOCAB = 600
+RNG = np.random.default_rng(0)
+# The tiny target says the next token of what it once began to repeat: there is something to learn.
+IDS = np.tile(RNG.integers(0, 24, 6), 40).astype(np.int32)
+SAMPLE = Sample(IDS, np.ones(len(IDS), bool), "the test's")
+SHAPE = DraftShape(capture=tiny.BOUNDARIES, vocab_size=20, sizes={"head_dim": 16})
+CONFIG = TrainConfig(
+    LossConfig(2),
+    OptimizerConfig(learning_rate=1e-2, num_batches=8, warm_up=2, clip=10.0, accumulate=2),
+    batch_size=2,
+    evaluate_every=4,
+    acceptance=AcceptanceConfig(num_prompts=0),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_optimisation():
+    """Half the time to compile."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def windows() -> tuple[Windows, Windows]:
+    """Those to learn from, and those held out."""
+    all_of_them = Windows.of([SAMPLE], 12, 24)
+    return all_of_them.take(slice(None, -3)), all_of_them.take(slice(-3, None))
+
+
+def run(target, windows, out, config=CONFIG, **options):
+    learned, held_out = windows
+    draft = fresh_draft(target, SHAPE, learned.frequent_ids(24, 20), seed=1)
+    return train(target, draft, learned, held_out, config, out, **options)
+
+
+def tensors_in(directory: Path) -> bytes:
+    return (directory / "draft" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def whole(target, windows, tmp_path_factory):
+    """A run that nothing interrupts: its directory and its report."""
+    out = tmp_path_factory.mktemp("whole")
+    return out, run(target, windows, out)
+
+
+def test_what_a_run_leaves(whole, target, windows):
+    out, report = whole
+    first, last = report.evaluations
+    assert (first.batch, last.batch, report.resumed_at) == (4, 8, 0)
+    assert last.loss[0] < first.loss[0]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["batch"] for line in lines] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
+    draft = load_draft(out / "draft", tiny.NUMERICS, target=target)
+    assert draft.config.boundaries.ids == tiny.BOUNDARIES
+    learned = windows[0]
+    # The first token of a window is never what the target is to say.
+    said = np.concatenate(
+        [row[1:n] for row, n in zip(learned.tokens, learned.lengths, strict=True)]
+    )
+    assert set(said) <= set(np.asarray(draft.target_of_draft[...]))
+    again = draft.config
+    assert (again.head_dim, again.draft_vocab_size, again.has_embedding) == (16, 20, False)
+
+
+@pytest.mark.slow
+def test_interrupted_it_goes_on_to_the_same_bits(whole, target, windows, tmp_path):
+    def interrupt(_: str, done: int, __: int) -> None:
+        if done == 6:  # two batches after the checkpoint, and amid an accumulation
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(target, windows, tmp_path, progress=interrupt)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"batch": 7, "lo')  # as a kill leaves it
+    report = run(target, windows, tmp_path)
+    assert report.resumed_at == 4
+    assert tensors_in(tmp_path) == tensors_in(whole[0])
+    assert report.evaluations == whole[1].evaluations
+    other = dataclasses.replace(CONFIG, seed=3)
+    with pytest.raises(InputError, match=r"run\.json: of another run, whose config\.seed is 0"):
+        run(target, windows, tmp_path, other)
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_no_number_stops_it(target, windows, tmp_path):
+    """The batch, the sample and the largest gradient are named, the state before is kept."""
+    wild = OptimizerConfig(learning_rate=1e30, num_batches=6, warm_up=0, accumulate=1)
+    config = dataclasses.replace(CONFIG, optimizer=wild, evaluate_every=1)
+    with pytest.raises(FloatingPointError) as stopped:
+        run(target, windows, tmp_path, config)
+    said = str(stopped.value)
+    assert "training stopped at batch 2: the loss is" in said
+    assert "the test's, token" in said and "largest gradient" in said
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["1"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A directory with `target`, which has a tokenizer."""
+    place = tmp_path_factory.mktemp("place")
+    config = {**make_checkpoint.target_config("flat"), "vocab_size": VOCAB}
+    make_checkpoint.write(place / "target", config, make_checkpoint.target_tensors(config))
+    write_tokenizer(place / "target")
+    return place
+
+
+def test_of_a_conversation_the_assistants_turns_are_learned(place, tmp_path):
+    tokenizer = load_tokenizer(place / "target")
+    assert tokenizer is not None
+    turns = [("user", "abc"), ("assistant", "the 12"), ("user", "3"), ("assistant", "return")]
+    path = tmp_path / "data.jsonl"
+    messages = [{"role": role, "content": content} for role, content in turns]
+    names = {"user": "human", "assistant": "gpt"}
+    share_gpt = [{"from": names[role], "value": content} for role, content in turns]
+    lines = [{"messages": messages}, {"conversations": share_gpt}, {"text": "def the"}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = tiny.target_config(tiny.TARGET_CONFIG | {"vocab_size": VOCAB})
+    config = dataclasses.replace(config, eos_token_ids=(7,))
+    sample, same, text = read_samples(path, tokenizer, config)
+    np.testing.assert_array_equal(sample.ids, same.ids)
+    said = [tokenizer.piece(i) for i in sample.ids[1:][sample.is_learned[:-1]]]
+    assert "".join(said) == "the 12<|im_end|>return<|im_end|>"
+    assert text.ids.tolist() == [*tokenizer.encode("def the"), 7] and text.is_learned.all()
+
+
+def test_windows():
+    sample = Sample(np.arange(10, dtype=np.int32), np.arange(10) >= 6, "F, line 1")
+    windows = Windows.of([sample], 4, 24)
+    # The first has nothing to learn, the last is too short.
+    assert windows.where == ["F, line 1, token 4"]
+    assert windows.tokens.tolist() == [[4, 5, 6, 7]] and windows.lengths.tolist() == [4]
+    many = Windows.of([SAMPLE], 12, 24)
+    seen = np.concatenate([many.rows_of(index, 4, 0) for index in range(len(many) // 4)])
+    assert sorted(seen) == list(range(len(many)))
+    again = np.concatenate([many.rows_of(index, 4, 0) for index in range(5, 10)])
+    assert sorted(again) == list(range(len(many))) and (again != seen).any()
+
+
+@pytest.mark.parametrize(
+    ("ids", "is_learned", "message"),
+    [
+        ([1, 2, 3, 4], [False] * 4, "nothing to learn from: of 1 samples"),
+        ([1, 2], [True] * 2, "none has 3 tokens"),
+        ([1, 2, 24], [True] * 3, "F: token id 24, but the target's vocabulary has ids 0 to 23"),
+    ],
+)
+def test_data_that_cannot_be_used(ids, is_learned, message):
+    sample = Sample(np.array(ids, np.int32), np.array(is_learned), "F")
+    with pytest.raises(InputError, match=message):
+        Windows.of([sample], 4, 24)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"capture": None}, "there is no usual choice of boundaries"),
+        ({"sizes": {"heads": 3}}, "a llama draft has no heads to choose"),
+        ({"sizes": {"head_dim": 15}}, "15 dims of a head would be rotated"),
+        ({"sizes": {"num_hidden_layers": "2"}}, "num_hidden_layers is '2'"),
+        ({"capture": (1, 2, 9)}, r"boundaries \(1, 2, 9\) .* has boundaries 0"),
+    ],
+)
+def test_drafts_that_there_are_not(change, message, target):
+    shape = dataclasses.replace(SHAPE, **change)
+    with pytest.raises(InputError, match=message):
+        fresh_draft(target, shape, np.arange(20), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--data", "D"], "D: cannot be read"),
+        ([], "give one of --data, --tokens and --features"),
+        (["--tokens", "IDS", "--draft", "D", "--capture", "1,2,4"], "are of a fresh draft"),
+        (["--tokens", "IDS", "--accumulate", "3"], "1000 batches, of which 3 make an update"),
+        (["--tokens", "IDS", "--length", "4096"], "--length 4096: the target was made for 2048"),
+    ],
+)
+def test_flags_that_do_not_go_together(flags, message, place, tmp_path, monkeypatch, capsys):
+    argv = ["jaxspec", "train-draft", "--out", str(tmp_path / "out"), *flags]
+    argv += ["--target", str(place / "target"), "--compile-cache", "none"]
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment(place, tmp_path):
+    """SIGKILL, twice; then the same draft, bit for bit, as of a run that nobody killed."""
+    ids = np.tile(np.random.default_rng(2).integers(0, VOCAB, 9), 60).tolist()
+    (tmp_path / "ids.json").write_text(json.dumps([ids]))
+    flags = "--capture 1,2,4 --draft-vocab-size 64 --length 16 --batch-size 2 --batches 24"
+    flags += " --warm-up 2 --evaluate-every 3 --num-steps 2 --accept-prompts 2 --tree 2x1x3"
+    flags += " --learning-rate 1e-2 --json"
+
+    env = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
+    def start(out: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "jaxspec", "train-draft", *flags.split()]
+        command += ["--target", str(place / "target"), "--tokens", str(tmp_path / "ids.json")]
+        command += ["--out", str(tmp_path / out), "--compile-cache", str(tmp_path / "compiled")]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+
+    done, _ = start("whole").communicate(timeout=300)
+    wanted = json.loads(done.splitlines()[-1])
+    killed = 0
+    for num_lines in (8, 17):
+        process, metrics = start("killed"), tmp_path / "killed" / "metrics.jsonl"
+        while process.poll() is None:
+            if metrics.is_file() and metrics.read_text().count("\n") >= num_lines:
+                process.send_signal(signal.SIGKILL)
+                killed += 1
+                break
+            time.sleep(0.01)
+        process.communicate(timeout=60)
+    assert killed == 2, "it ended before it was killed"
+    done, _ = start("killed").communicate(timeout=300)
+    found = json.loads(done.splitlines()[-1])
+    assert found["resumed_at"] > 0
+    assert found["evaluations"] == wanted["evaluations"]
+    assert tensors_in(tmp_path / "killed") == tensors_in(tmp_path / "whole")
+    for one in wanted["evaluations"]:
+        assert 1 <= one["accept_length"] <= 3 and 1 <= one["accept_ceiling"] <= 3
+    target = load_target(place / "target", tiny.NUMERICS)
+    draft = load_draft(tmp_path / "whole" / "draft", tiny.NUMERICS, target=target)
+    assert draft.config.draft_vocab_size == 64
