@@ -166,7 +166,7 @@ def verify(target: Target, batch: int, num_tokens: int) -> Callable[[], float]:
     row_BT = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32), (batch, num_tokens))
     length_B = jnp.full((batch,), CONTEXT // 2, jnp.int32)
     apart_BT = 37 * row_BT
-    greedy = _sampling(batch)
+    greedy = Sampling.of(batch)
 
     @functools.partial(jax.jit, compiler_options=compiler_options(jax.default_backend()))
     def run(params, cache):

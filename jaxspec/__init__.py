@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jaxspec.generator import GenerateConfig, Generator
     from jaxspec.hardware import Assumptions
     from jaxspec.identify import identify as identify_features
+    from jaxspec.isolation import isolate_record
     from jaxspec.plan import plan as plan_devices
     from jaxspec.plan_models import PlanConfig
     from jaxspec.plan_report import PlanReport
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from jaxspec.report import GenerateReport
     from jaxspec.requests import Completion, Request
     from jaxspec.run_comparison import compare_runs
+    from jaxspec.scoring import score_gsm8k
     from jaxspec.text import SamplingConfig, generate, stream, tokenize
     from jaxspec.tokenizer import Tokenizer, load_tokenizer
     from jaxspec.training_data import Windows, read_samples
@@ -76,12 +78,14 @@ __all__ = [
     "generate",
     "identify_features",
     "inspect_checkpoint",
+    "isolate_record",
     "load_draft",
     "load_target",
     "load_tokenizer",
     "plan_devices",
     "read_samples",
     "record",
+    "score_gsm8k",
     "stream",
     "tokenize",
     "train_draft",
@@ -103,6 +107,7 @@ _MODULES = {
     "generator": ("GenerateConfig", "Generator"),
     "hardware": ("Assumptions",),
     "identify": ("identify_features",),
+    "isolation": ("isolate_record",),
     "plan": ("plan_devices",),
     "plan_models": ("PlanConfig",),
     "plan_report": ("PlanReport",),
@@ -112,6 +117,7 @@ _MODULES = {
     "report": ("GenerateReport",),
     "requests": ("Completion", "Request"),
     "run_comparison": ("compare_runs",),
+    "scoring": ("score_gsm8k",),
     "text": ("SamplingConfig", "generate", "stream", "tokenize"),
     "tokenizer": ("Tokenizer", "load_tokenizer"),
     "training_data": ("Windows", "read_samples"),

@@ -17,6 +17,7 @@ from jaxspec.cli_compare import compare
 from jaxspec.cli_doctor import doctor
 from jaxspec.cli_export import export
 from jaxspec.cli_plan import plan
+from jaxspec.cli_score import score
 from jaxspec.cli_train import train_draft
 from jaxspec.errors import InputError
 from jaxspec.flags import (
@@ -538,7 +539,7 @@ def _tree(
     return tree
 
 
-for command in (plan, export, compare, doctor, train_draft):
+for command in (plan, export, compare, score, doctor, train_draft):
     app.command()(command)
 
 

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -14,7 +14,12 @@ __all__ = ["compare"]
 
 def compare(
     a: Annotated[Path, typer.Argument(metavar="A", help="A record, or a run file.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another one, of the same kind.")],
+    b: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="B", help="Another one, of the same kind; with --isolate it may be left out."
+        ),
+    ] = None,
     *,
     reference: Annotated[
         Path | None,
@@ -35,12 +40,20 @@ def compare(
     align: Annotated[
         bool, typer.Option("--align", help="Of records of other tokens, compare the common start.")
     ] = False,
+    is_isolated: Annotated[
+        bool,
+        typer.Option(
+            "--isolate",
+            help="Of records: run each layer of --target on the record's own state before it, and "
+            "compare what comes out, so that nothing compounds; known mistakes are tried.",
+        ),
+    ] = False,
     target: Annotated[
         str | None,
         typer.Option(
             metavar="DIR",
             help="Of run files: the target, in float32, that says how near a tie is where tokens "
-            "part. Default: none.",
+            "part. With --isolate: the weights. Default: none.",
         ),
     ] = None,
     tie: Annotated[
@@ -58,16 +71,27 @@ def compare(
 
     Exit status 1 if they differ, or nothing could be compared.
     """
-    from rich.console import Console
-
     from jaxspec import comparison_view as view
+    from jaxspec.picture import check_picture
     from jaxspec.record_findings import KINDS, Kind
 
+    if plot is not None:
+        check_picture(plot)
     named = [name.strip() for name in require.split(",")] if require else []
     for name in named:
         if name not in KINDS:
             raise InputError(f"--require {name}: there are {', '.join(KINDS)}")
     kinds = cast("list[Kind]", named)
+    if is_isolated:
+        if target is None:
+            raise InputError("--isolate runs the layers of a target: give --target DIR")
+        if reference is not None or kinds or align or tie is not None:
+            raise InputError("--isolate goes without --reference, --require, --align and --tie")
+        isolated = _isolated([a] if b is None else [a, b], target)
+        _show(isolated, view.tables_of_isolation, view.plot_isolation, plot, as_json)
+        return
+    if b is None:
+        raise InputError("compare takes two files; --isolate takes one record and --target DIR")
     if tie is not None and target is None:
         raise InputError("--tie is of the margins that --target gives: give both")
     are_runs = [_is_run(path) for path in (a, b)]
@@ -81,27 +105,37 @@ def compare(
         from jaxspec.run_comparison import compare_runs
 
         margins = None if target is None else _margins(target)
-        found = compare_runs(a, b, margins, None if target is None else tie or NEAR_TIE)
-        tables = view.tables_of_runs(found)
-        if plot is not None:
-            view.plot_runs(found, plot)
+        runs = compare_runs(a, b, margins, None if target is None else tie or NEAR_TIE)
+        _show([runs], view.tables_of_runs, view.plot_runs, plot, as_json)
     else:
         if target is not None:
-            raise InputError("--target is of run files; these are records")
+            raise InputError("--target is of run files, or of --isolate; these are records")
         from jaxspec.record_comparison import compare_records
 
-        found = compare_records(a, b, reference, kinds, aligns=align)
-        tables = view.tables_of_records(found)
-        if plot is not None:
-            view.plot_records(found, plot)
+        records = compare_records(a, b, reference, kinds, aligns=align)
+        _show([records], view.tables_of_records, view.plot_records, plot, as_json)
+
+
+def _show(found: list[Any], tables, draw, plot: Path | None, as_json: bool) -> None:
+    """Prints the findings, draws the first, and exits with 1 unless all hold.
+
+    The picture comes last: where it cannot be written, what was found is on the screen.
+    """
+    from rich.console import Console
+
     if as_json:
-        print(json.dumps(found.to_dict()))
+        found_here = [one.to_dict() for one in found]
+        whole = {"kind": found_here[0]["kind"], "holds": all(one["holds"] for one in found_here)}
+        print(json.dumps(found_here[0] if len(found) == 1 else whole | {"records": found_here}))
     else:
         console = Console(width=None if Console().is_terminal else 160)
-        for table in tables:
-            console.print(table)
-        print(found.finding())
-    if not found.holds:
+        for one in found:
+            for table in tables(one):
+                console.print(table)
+            print(one.finding())
+    if plot is not None:
+        draw(found[0], plot)
+    if not all(one.holds for one in found):
         raise typer.Exit(1)
 
 
@@ -122,3 +156,23 @@ def _margins(directory: str):
 
     target = load_target(directory, Numerics(dtype="float32"))
     return lambda questions: logit_margins(target, questions)
+
+
+def _isolated(paths: list[Path], directory: str) -> list[Any]:
+    """Each record against the target's weights in float32, and in lower precision if it is."""
+    from jaxspec.aliases import Dtype
+    from jaxspec.checkpoint import load_target
+    from jaxspec.config import Numerics
+    from jaxspec.console import Display
+    from jaxspec.isolation import isolate_record
+    from jaxspec.record_file import RecordFile
+    from jaxspec.target import Target
+
+    is_exact = all(RecordFile.open(path).dtype == "float32" for path in paths)
+    with Display() as display:
+
+        def load(dtype: Dtype) -> Target:
+            return load_target(directory, Numerics(dtype=dtype), progress=display.progress)
+
+        exact, coarse = load("float32"), None if is_exact else load("bfloat16")
+        return [isolate_record(path, exact, coarse, display.progress) for path in paths]

@@ -6,11 +6,22 @@ import numpy as np
 from rich.table import Table
 
 from jaxspec.errors import InputError
+from jaxspec.isolation_findings import Isolation
 from jaxspec.picture import save_picture
-from jaxspec.record_findings import ArrayComparison, RecordComparison
+from jaxspec.record_findings import F32_TOLERANCE, ArrayComparison, RecordComparison
 from jaxspec.run_comparison import Estimate, RunComparison
 
-__all__ = ["plot_records", "plot_runs", "tables_of_records", "tables_of_runs"]
+__all__ = [
+    "plot_isolation",
+    "plot_records",
+    "plot_runs",
+    "tables_of_isolation",
+    "tables_of_records",
+    "tables_of_runs",
+]
+
+FLOOR = 1e-9
+"""Where equal bits are drawn: they have no logarithm."""
 
 
 def tables_of_records(found: RecordComparison) -> list[Table]:
@@ -84,6 +95,57 @@ def tables_of_runs(found: RunComparison) -> list[Table]:
     return tables
 
 
+def tables_of_isolation(found: Isolation) -> list[Table]:
+    """Every part's distance from these weights, and what rounding explains."""
+    parts = Table(title=f"{found.record}\nagainst {found.target}", title_justify="left")
+    parts.add_column("part")
+    for head in ("rows", "rms", "worst row", "rms of its dtype", "other experts", "left out", ""):
+        parts.add_column(head, justify="right")
+    for one in found.parts:
+        name = one.name if one.layer is None else f"{one.name} ({one.kind})"
+        own = "" if one.own is None else _figure(one.own[0])
+        others = [str(one.num_other), str(one.num_ties)] if one.kind == "sparse" else ["", ""]
+        cells = [str(one.num_rows), _figure(one.rms), _figure(one.worst), own, *others]
+        parts.add_row(name, *cells, "" if one.holds else "DEPARTS")
+    return [parts]
+
+
+def plot_isolation(found: Isolation, path: Path) -> None:
+    """Each layer's own error along the depth, beside what rounding explains.
+
+    Raises:
+      InputError: no layer was compared, or the picture cannot be written.
+    """
+    layers = [part for part in found.parts if part.layer is not None]
+    if not layers:
+        raise InputError(f"--plot {path}: no layer was compared, so there is no depth to plot")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.subplots()
+    depth = [part.layer for part in layers]
+    is_exact = layers[0].own is None
+    errors = [max(part.worst if is_exact else part.rms, FLOOR) for part in layers]
+    name = "worst row" if is_exact else "rms over rows"
+    axes.semilogy(depth, errors, "o-", color="black", markersize=4, label=f"the record, {name}")
+    if is_exact:
+        axes.axhline(F32_TOLERANCE, color="grey", linestyle=":", label="tolerance")
+    else:
+        own = [max(part.own[0] if part.own else 0.0, FLOOR) for part in layers]
+        label = f"these weights in {found.dtype}"
+        axes.semilogy(depth, own, "s--", color="grey", markersize=3, label=label)
+    far = [
+        (part.layer, error) for part, error in zip(layers, errors, strict=True) if not part.holds
+    ]
+    if far:
+        axes.scatter(*zip(*far, strict=True), s=90, facecolors="none", edgecolors="black", zorder=3)
+        axes.scatter([], [], s=60, facecolors="none", edgecolors="black", label="departs")
+    axes.set(xlabel="layer", ylabel="error of the layer alone")
+    axes.set_title(found.record.name, fontsize=9)
+    axes.legend(fontsize=8)
+    save_picture(figure, path)
+
+
 def plot_records(found: RecordComparison, path: Path) -> None:
     """Two panels over the layers: the rows' errors, and the rows that chose other experts.
 
@@ -97,10 +159,9 @@ def plot_records(found: RecordComparison, path: Path) -> None:
     figure = Figure(figsize=(7, 5), layout="constrained")
     errors, choices = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     depth = [one.depth for one in found.boundaries]
-    floor = 1e-9  # equal bits have no logarithm
     lines = {"worst row": "o-", "middle row": "s--"}
     for (name, style), of in zip(lines.items(), ("worst", "middle"), strict=True):
-        values = [max(getattr(one, of), floor) for one in found.boundaries]
+        values = [max(getattr(one, of), FLOOR) for one in found.boundaries]
         errors.semilogy(depth, values, style, label=name, color="black", markersize=4)
     if found.reference is None:
         limits = [one.tolerance for one in found.boundaries]
@@ -109,7 +170,7 @@ def plot_records(found: RecordComparison, path: Path) -> None:
     else:
         for side, style in ((0, "^-."), (1, "v-.")):
             values = [
-                max((one.reference_errors or (0, 0))[side], floor) for one in found.boundaries
+                max((one.reference_errors or (0, 0))[side], FLOOR) for one in found.boundaries
             ]
             name = f"{'ab'[side]} from the reference, rms over rows"
             errors.semilogy(depth, values, style, color="grey", markersize=4, label=name)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 __all__ = [
+    "CLEARLY",
     "F32_TOLERANCE",
     "KINDS",
     "ArrayComparison",

@@ -27,7 +27,12 @@ Margins = Callable[[list[Question]], list[float]]
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One request of a run file; `accepted` drafted tokens in each of its verify steps."""
+    """One request of a run file.
+
+    Attributes:
+      accepted: drafted tokens, in each of its verify steps.
+      finish, text: None where the file does not say.
+    """
 
     id: str
     category: str | None
@@ -35,6 +40,8 @@ class Entry:
     output_ids: tuple[int, ...]
     accepted: tuple[int, ...]
     decode_ms: float | None
+    finish: str | None = None
+    text: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,6 +246,7 @@ def _entry(found: dict[str, Any]) -> Entry:
     category, accepted = found.get("category"), tuple(map(int, found.get("accepted") or ()))
     if min(accepted, default=0) < 0:
         raise ValueError(f"accepted is {list(accepted)}")
+    finish, text = found.get("finish"), found.get("text")
     return Entry(
         str(found["id"]),
         None if category is None else str(category),
@@ -246,6 +254,8 @@ def _entry(found: dict[str, Any]) -> Entry:
         tuple(map(int, found["output_ids"])),
         accepted,
         None if found.get("decode_ms") is None else float(found["decode_ms"]),
+        None if finish is None else str(finish),
+        None if text is None else str(text),
     )
 
 

@@ -138,9 +138,10 @@ def _completion_in(entry: dict[str, Any]) -> tuple[dict[str, Any], Completion]:
 
 
 def entry_of(report: PromptReport) -> dict[str, Any]:
-    """A request's line; settings of its own and an error stand there where there are some."""
+    """A request's line; text, settings of its own and an error stand there where it has some."""
     done = report.completion
     extra = {"sampling": dict(report.settings), "error": done.error}
+    text = {} if report.text is None else {"text": report.text}
     return {
         "id": report.id,
         "category": report.category,
@@ -151,5 +152,6 @@ def entry_of(report: PromptReport) -> dict[str, Any]:
         "accepted": list(done.accepted),
         "ttft_ms": done.prefill_ms,
         "decode_ms": done.decode_ms,
+        **text,
         **{name: value for name, value in extra.items() if value},
     }

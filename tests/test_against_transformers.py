@@ -15,6 +15,8 @@ from jaxspec import recording
 from jaxspec.checkpoint import load_target
 from jaxspec.config import Numerics
 from jaxspec.generator import GenerateConfig, Generator
+from jaxspec.isolation import isolate_record
+from jaxspec.record_comparison import compare_records
 from jaxspec.requests import Request
 from jaxspec.target import Target
 from tests import tiny, torch_reference
@@ -64,6 +66,36 @@ def test_rounded_expert_product(source_and_name, tmp_path):
     exact = run(load_target(directory, tiny.NUMERICS), record)
     is_real, theirs = record.is_real, record.arrays["logits"]
     assert row_error(exact["logits"][is_real], theirs[is_real]).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "source_and_name", torch_reference.each_source(["tiny-kimi"], ["tiny-kimi"])
+)
+@pytest.mark.parametrize("product", ["exact", "bfloat16"])
+def test_compare_says_that_experts_differ(source_and_name, product, tmp_path):
+    """`jaxspec compare` takes transformers' record as it is. With experts as transformers itself
+    loads them, their layers alone depart from the weights, and it is said why."""
+    source, name = source_and_name
+    options = () if product == "exact" else ("--expert-product", product)
+    directory, theirs = case_of(source, name, tmp_path, *options)
+    path = tmp_path / "record.safetensors"
+    if source == "golden":
+        path = torch_reference.GOLDEN / f"{'-'.join([name, *options[1:]])}.safetensors"
+    target = load_target(directory, tiny.NUMERICS)
+    rows, lengths = theirs.arrays["tokens"].tolist(), theirs.arrays["lengths"]
+    sequences = [ids[:length] for ids, length in zip(rows, lengths, strict=True)]
+    recording.record(target, None, sequences).save(tmp_path / "ours.safetensors")
+    whole = compare_records(path, tmp_path / "ours.safetensors", require=("boundary", "logits"))
+    alone = isolate_record(path, target)
+    first = target.config.first_k_dense_replace
+    if product == "exact":
+        assert whole.holds and alone.holds, (whole.finding(), alone.finding())
+        return
+    assert not whole.holds and f"layer {first} (sparse" in whole.finding()
+    far = [part for part in alone.parts if not part.holds]
+    assert [part.layer for part in far] == list(range(first, target.config.num_hidden_layers))
+    assert far[0].readings[0] == "q x scale rounded to bfloat16", alone.finding()
+    assert far[0].blocks[0] == "routed experts"
 
 
 @pytest.mark.parametrize("source_and_name", torch_reference.each_source(["mini-greedy"]))

@@ -19,6 +19,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # where they import one another from
 
 import common  # noqa: E402
+import founding_story  # noqa: E402
 import gpu  # noqa: E402
 import kernel_timing  # noqa: E402
 import node  # noqa: E402
@@ -27,6 +28,9 @@ import scaling  # noqa: E402
 from kernel_timing import Ceilings, Plan  # noqa: E402
 from ops import OPS  # noqa: E402
 
+from jaxspec.contracts import ContractError, Features, TargetIds  # noqa: E402
+from jaxspec.draft import Borrowed  # noqa: E402
+from jaxspec.mla import Pass  # noqa: E402
 from tests import make_checkpoint, on_eight_devices, tiny  # noqa: E402
 from tests.together import run_together  # noqa: E402
 
@@ -175,6 +179,45 @@ def test_decoding_is_judged_token_by_token(target, draft):
     assert found["speculative_implementations"] == dict.fromkeys(OPS, "xla")
     # Tokens that nobody would have chosen.
     assert gpu.regrets(target, prompts, [[0, 0, 0], [0, 0, 0]]).max() > gpu.MAX_REGRET["bfloat16"]
+
+
+def test_the_storys_server_takes_anything(target, draft):
+    """With three states the unchecked copy is the draft itself; with one it skips `fc`."""
+    copy = founding_story.unchecked(draft)
+    ids, at = TargetIds(jnp.array([[3, 5]]), 24), Pass(jnp.arange(2)[None], jnp.zeros(1, int))
+    cache, borrowed = draft.empty_cache(1, 4), Borrowed.of(target)
+    claim = draft.config.boundaries
+    data = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2, claim.total_width)), jnp.float32)
+    features = Features(data, claim)
+    ours, theirs = (one.fuse(features, ids, at, cache, borrowed) for one in (draft, copy))
+    np.testing.assert_array_equal(theirs.recurrent, ours.recurrent)
+    one = Features(data[..., : claim.width], target.boundaries(claim.ids[-1:], "the story"))
+    with pytest.raises(ContractError, match="these are not the features"):
+        draft.fuse(one, ids, at, cache, borrowed)
+    skipped = copy.fuse(one, ids, at, cache, borrowed)
+    nothing = jax.tree.map(lambda slots: slots[..., :0, :], cache)
+    recurred = draft.recur(one.data, ids, at, cache, nothing, borrowed)
+    np.testing.assert_allclose(skipped.recurrent, recurred.recurrent, rtol=1e-6)
+
+
+def test_the_storys_figures_and_picture(tmp_path):
+    """Two texts, of 6 tokens in 3 steps and 2 in 2, tree of 3 levels, by hand."""
+    found = founding_story.acceptance([(6, (1, 0, 2)), (2, (0, 0))], levels=3)
+    assert found["accept_length"] == pytest.approx(8 / 5)
+    # Residuals 6 - 1.6 x 3 = 1.2 and 2 - 1.6 x 2 = -1.2.
+    assert found["standard_error"] == pytest.approx(np.hypot(1.2, 1.2) / 5)
+    assert found["accept_rate"] == pytest.approx(3 / 15)
+    assert found["accept_rate_sglang_legacy"] == pytest.approx(8 / 20)
+    right = [(6, (2, 3)), (2, (1,))]  # residuals 6 - 8 / 3 x 2 = 2 / 3 and -2 / 3
+    cost, error = founding_story.lost([(6, (1, 0, 2)), (2, (0, 0))], right)
+    assert cost == pytest.approx(8 / 3 - 8 / 5)
+    assert error == pytest.approx(np.sqrt(2) * abs(2 / 9 - 1.2 / 5))
+    written = json.loads((common.RESULTS / "founding_story.json").read_text())
+    founding_story.plot(written, tmp_path / "p.png")
+    assert (tmp_path / "p.png").stat().st_size > 20_000
+    assert written["kind"] == "measured"
+    *wrong, right = written["story"].values()
+    assert all(one["refused"] for one in wrong) and not right["refused"]
 
 
 def test_registers_of_like_kernels_are_one_line():

@@ -6,8 +6,9 @@ import sys
 import numpy as np
 import pytest
 
-from jaxspec import cli
-from jaxspec.recording import Record
+from jaxspec import SHIPPED_TARGET, cli, load_target
+from jaxspec.config import Numerics
+from jaxspec.recording import Record, RecordConfig, record
 from tests.test_run_comparison import HEADER, entry
 
 METADATA = {"format": "jaxspec-record-1", "dtype": "float32"}
@@ -56,6 +57,26 @@ def test_runs(run):
     assert (status, err) == (0, "") and "2 of 2 requests have the same tokens" in out
 
 
+@pytest.mark.slow
+def test_a_record_against_weights(run, place):
+    """Of the target that ships, in both dtypes; then with one layer's state from another run."""
+    for dtype in ("float32", "bfloat16"):
+        target = load_target(SHIPPED_TARGET, Numerics(dtype=dtype))
+        done = record(target, None, [list(range(300, 324))], RecordConfig(top=4))
+        done.save(place / f"{dtype}.safetensors")
+        flags = ("--isolate", "--target", str(SHIPPED_TARGET), "--plot", f"{dtype}.png")
+        status, out, err = run(f"{dtype}.safetensors", *flags)
+        assert status == 0, out + err
+        assert (place / f"{dtype}.png").stat().st_size > 5000
+    done.arrays["boundary.003"] = 1.1 * done.arrays["boundary.003"]
+    done.save(place / "wrong.safetensors")
+    both = ("wrong.safetensors", "bfloat16.safetensors")
+    status, out, _ = run(*both, "--isolate", "--target", str(SHIPPED_TARGET), "--json")
+    found = json.loads(out.splitlines()[-1])
+    assert status == 1 and [one["holds"] for one in found["records"]] == [False, True]
+    assert "layer 2 (sparse) departs" in found["records"][0]["finding"]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -63,9 +84,14 @@ def test_runs(run):
         (("a.safetensors", "none"), "none: cannot be read (No such file"),
         (("a.safetensors", "a.safetensors", "--require", "tokens"), "--require tokens: there are"),
         (("a.safetensors", "a.safetensors", "--target", "x"), "--target is of run files"),
+        (("a.safetensors",), "compare takes two files; --isolate takes one record and --target"),
+        (("a.safetensors", "--isolate"), "--isolate runs the layers of a target: give --target"),
+        (("a.safetensors", "--isolate", "--target", "x", "--align"), "--isolate goes without"),
+        (("run.jsonl", "--isolate", "--target", "x"), "cannot be read as safetensors"),
         (("run.jsonl", "run.jsonl", "--tie", "1"), "--tie is of the margins that --target gives"),
         (("run.jsonl", "run.jsonl", "--align"), "are of records; these are runs"),
-        (("a.safetensors", "a.safetensors", "--plot", "no/p.png"), "cannot be written"),
+        (("a.safetensors", "a.safetensors", "--plot", "no/p.png"), "there is no directory no"),
+        (("a.safetensors", "none", "--plot", "p.txt"), "expected a file that ends in .png"),
         (("a.safetensors", "a.safetensors", "--reference", "none"), "none: cannot be read"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),

@@ -9,39 +9,9 @@ from jaxspec.record_comparison import compare_records
 from jaxspec.record_file import FORMAT
 from jaxspec.recording import Record, RecordConfig, record
 from tests import tiny
+from tests.faulty import CONFIG, FAULTS, FIRST_SPARSE, SEQUENCES, TENSORS, Faulty, record_of
 from tests.reference import formulas
-from tests.reference.target import LATENT_WEIGHTS, ReferenceTarget, latent_attention
-
-SEQUENCES = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 11, 23, 7], [8, 9, 7, 2, 3], [11]]
-CONFIG = tiny.TARGET_CONFIG
-TENSORS = tiny.target_tensors(CONFIG)
-FIRST_SPARSE = CONFIG["first_k_dense_replace"]
-
-
-def record_of(model: ReferenceTarget, dtype: str = "float32") -> Record:
-    """What `model` says of the sequences, in f32."""
-    runs = [model.run(ids) for ids in SEQUENCES]
-    batch, longest = len(SEQUENCES), max(map(len, SEQUENCES))
-
-    def padded(rows: list[np.ndarray]) -> np.ndarray:
-        out = np.zeros((batch, longest, *rows[0].shape[1:]), np.asarray(rows[0]).dtype)
-        for row, values in zip(out, rows, strict=True):
-            row[: len(values)] = values
-        return out
-
-    arrays = {
-        "tokens": padded([np.array(ids, np.int32) for ids in SEQUENCES]),
-        "lengths": np.array([len(ids) for ids in SEQUENCES], np.int32),
-        "logits": padded([run.logits for run in runs]).astype(np.float32),
-    }
-    for b in range(CONFIG["num_hidden_layers"] + 1):
-        arrays[f"boundary.{b:03d}"] = padded([r.boundaries[b] for r in runs]).astype(np.float32)
-    for i in range(len(runs[0].experts)):
-        layer = FIRST_SPARSE + i
-        arrays[f"router.{layer:03d}"] = padded([r.experts[i] for r in runs]).astype(np.int32)
-        margins = padded([r.margins[i] for r in runs]).astype(np.float32)
-        arrays[f"router_margin.{layer:03d}"] = margins
-    return Record(arrays, {"format": FORMAT, "framework": "numpy", "dtype": dtype})
+from tests.reference.target import ReferenceTarget
 
 
 def changed(done: Record, metadata: dict[str, str] | None = None, **arrays) -> Record:
@@ -93,78 +63,6 @@ def test_two_frameworks_agree(healthy, saved, tmp_path):
         plot_records(found, path)
         assert path.stat().st_size > 5000
     assert len(tables_of_records(found)) == 3
-
-
-class Faulty(ReferenceTarget):
-    """A model with one fault planted."""
-
-    def __init__(self, fault: str) -> None:
-        self.fault, config = fault, CONFIG
-        if fault == "scaling factor dropped":
-            config = config | {"routed_scaling_factor": 1.0}
-        if fault == "epsilon of the norms":
-            config = config | {"rms_norm_eps": 1e-3}
-        super().__init__(TENSORS, config)
-        experts = range(config["n_routed_experts"])
-        if fault == "gate and up swapped in layer 2":
-            for e in experts:
-                one = self.layers[2]
-                gate, up = f"mlp.experts.{e}.gate_proj", f"mlp.experts.{e}.up_proj"
-                one[gate], one[up] = one[up], one[gate]
-        if fault == "a scale off by one group in layer 3":
-            expert = ReferenceTarget(TENSORS, CONFIG).run(SEQUENCES[0]).experts[-1][0, 0]
-            down = self.layers[3][f"mlp.experts.{expert}.down_proj"]
-            down[:, :32] = 1.5 * down[:, :32]
-        if fault == "int4 offset 7 for 8":
-            for weights in self.layers[FIRST_SPARSE:]:
-                for e in experts:
-                    weights[f"mlp.experts.{e}.up_proj"] = weights[f"mlp.experts.{e}.up_proj"] + 0.01
-        if fault == "an embedding":
-            self.embed = self.embed.copy()
-            self.embed[4] *= 1.01
-
-    def attention(self, weights, x, positions, sees):
-        rotate = formulas.rotate_pairs
-        if self.fault == "rotary halves for pairs":
-            rotate = formulas.rotate_halves
-        own = {name: weights[f"self_attn.{name}"] for name in LATENT_WEIGHTS}
-        with pytest.MonkeyPatch.context() as patch:
-            if self.fault == "mscale left out":
-                patch.setattr(formulas, "magnitude", lambda factor, mscale: 1.0)
-            if self.fault == "mscale on cosine and sine":
-                patch.setattr(formulas, "cos_sin_factor", lambda yarn: 1.2)
-            return latent_attention(
-                own, self.config, self.latent_norm_eps, x, positions, sees, rotate
-            )
-
-    def route(self, weights, x):
-        chosen, share, margin = super().route(weights, x)
-        if self.fault == "router bias in the weights":
-            share = share + weights["mlp.gate.e_score_correction_bias"][chosen]
-        return chosen, share, margin
-
-    def mixture(self, weights, x, chosen, share):
-        if self.fault == "shared expert left out":
-            names = (f"mlp.shared_experts.{n}_proj" for n in ("gate", "up", "down"))
-            left_out = formulas.swiglu(x, *(weights[name] for name in names))
-            return super().mixture(weights, x, chosen, share) - left_out
-        return super().mixture(weights, x, chosen, share)
-
-
-FAULTS = {
-    "an embedding": 0,
-    "rotary halves for pairs": 1,
-    "mscale left out": 1,
-    "mscale on cosine and sine": 1,
-    "epsilon of the norms": 1,
-    "router bias in the weights": FIRST_SPARSE + 1,
-    "scaling factor dropped": FIRST_SPARSE + 1,
-    "shared expert left out": FIRST_SPARSE + 1,
-    "int4 offset 7 for 8": FIRST_SPARSE + 1,
-    "gate and up swapped in layer 2": 3,
-    "a scale off by one group in layer 3": 4,
-}
-"""Of each, the first boundary that it reaches."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -27,6 +27,7 @@ def test_lines_are_the_contract(tmp_path):
     assert second == {
         "id": "a", "category": "语", "prompt_ids": [1, 2], "output_ids": [4, 5, 6],
         "finish": "eos", "verify_steps": 1, "accepted": [1], "ttft_ms": 10.0, "decode_ms": 20.0,
+        "text": "text",
     }  # fmt: skip
 
 

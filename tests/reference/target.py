@@ -41,6 +41,7 @@ class ReferenceTarget:
       config: the whole config, wrapped (`text_config`) or flat.
       latent_norm_eps: epsilon of the two latent norms; None takes `rms_norm_eps`.
       round_product: applied to the experts' q x scale, where another framework rounds it.
+      round_state: applied to every state between blocks, as lower precision does.
     """
 
     def __init__(
@@ -50,11 +51,13 @@ class ReferenceTarget:
         *,
         latent_norm_eps: float | None = None,
         round_product=lambda weight: weight,
+        round_state=lambda x: x,
     ) -> None:
         quantization = config.get("quantization_config")
         self.config = config = config.get("text_config", config)
         quantization = config.get("quantization_config", quantization)
         self.tensors, self.round_product = tensors, round_product
+        self.round_state = round_state
         self.prefix = next(n for n in tensors if n.endswith("embed_tokens.weight"))[
             : -len("embed_tokens.weight")
         ]
@@ -80,22 +83,21 @@ class ReferenceTarget:
         tokens = np.asarray(tokens)
         positions = np.arange(len(tokens)) if positions is None else np.asarray(positions)
         sees = formulas.causal(len(tokens)) if sees is None else sees
-        x, boundaries, experts, margins = self.embed[tokens], [], [], []
-        eps = self.config["rms_norm_eps"]
+        eps, rounded = self.config["rms_norm_eps"], self.round_state
+        x, boundaries, experts, margins = rounded(self.embed[tokens]), [], [], []
         for weights in self.layers:
             boundaries.append(x)
-            normed = formulas.rms_norm(x, weights["input_layernorm"], eps)
-            x = x + self.attention(weights, normed, positions, sees)
-            normed = formulas.rms_norm(x, weights["post_attention_layernorm"], eps)
+            normed = rounded(formulas.rms_norm(x, weights["input_layernorm"], eps))
+            x = rounded(x + rounded(self.attention(weights, normed, positions, sees)))
+            normed = rounded(formulas.rms_norm(x, weights["post_attention_layernorm"], eps))
             if "mlp.gate" in weights:
                 chosen, share, margin = self.route(weights, normed)
-                x = x + self.mixture(weights, normed, chosen, share)
+                x = rounded(x + rounded(self.mixture(weights, normed, chosen, share)))
                 experts.append(chosen)
                 margins.append(margin)
             else:
-                x = x + formulas.swiglu(
-                    normed, *(weights[f"mlp.{n}_proj"] for n in ("gate", "up", "down"))
-                )
+                matrices = (weights[f"mlp.{n}_proj"] for n in ("gate", "up", "down"))
+                x = rounded(x + rounded(formulas.swiglu(normed, *matrices)))
         boundaries.append(x)
         logits = formulas.rms_norm(x, self.norm, eps) @ self.head.T
         return TargetRun(np.stack(boundaries), logits, np.array(experts), np.array(margins))
