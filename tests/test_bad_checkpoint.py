@@ -422,9 +422,9 @@ DRAFT_CASES = {
     "no layers": (change("num_hidden_layers", 0), ["num_hidden_layers is 0", "1 or more"]),
     "another attention": (change("model_type", "qwen3"), ["model_type is 'qwen3'", "'llama'"]),
     "unknown key": (change("query_norm", True), ["query_norm is True", "does not know"]),
-    "Llama-3 rotary scaling": (
-        change("rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
-        ["rope_scaling.type is 'llama3'"],
+    "a rotary scaling nobody asked for": (
+        change("rope_scaling", {"rope_type": "longrope", "factor": 8.0}),
+        ["rope_scaling.type is 'longrope'"],
     ),
     "quantised draft": (
         change("quantization_config", {"quant_method": "fp8"}),
