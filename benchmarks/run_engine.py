@@ -45,9 +45,12 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--max-new-tokens", type=int, default=128)
     flags.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     flags.add_argument(
-        "--seed", type=int, help="of the first prompt, counting up; SGLang obeys it only with "
-        "--enable-deterministic-inference"
-    )  # fmt: skip
+        "--seed",
+        type=int,
+        default=0,
+        help="of the first prompt, counting up; SGLang has to have been started with "
+        "--enable-deterministic-inference to obey it",
+    )
     flags.add_argument("--ignore-eos", action="store_true", help="go on past end-of-sequence")
     flags.add_argument("--batch-size", type=int, default=1, help="requests in flight at a time")
     flags.add_argument("--timeout", type=float, default=600.0, help="seconds without a word")
@@ -95,11 +98,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     def ask(numbered: tuple[int, EncodedPrompt]) -> Answer:
         index, prompt = numbered
-        seed = None if args.seed is None else args.seed + index
+        choice = Choice(args.max_new_tokens, args.temperature, args.ignore_eos, args.seed + index)
         try:
-            return server.ask(
-                prompt.ids, Choice(args.max_new_tokens, args.temperature, args.ignore_eos, seed)
-            )
+            return server.ask(prompt.ids, choice)
         except InputError as error:
             raise InputError(f"{prompt.where}: {error}") from error
         except (KeyError, TypeError, AttributeError) as error:

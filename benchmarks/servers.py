@@ -25,12 +25,12 @@ GOES_ON = "give the same command again, and the run goes on"
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """How the tokens of all requests are chosen; `seed` is of one, and None leaves it open."""
+    """How a request's tokens are chosen; the seed is sent where any are drawn."""
 
     max_new_tokens: int
     temperature: float
     ignore_eos: bool
-    seed: int | None
+    seed: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +238,7 @@ class SGLang:
             **{"top_p": 1.0, "top_k": -1, "min_p": 0.0},
             "ignore_eos": choice.ignore_eos,
         }
-        if choice.seed is not None:
+        if choice.temperature > 0:
             sampling["sampling_seed"] = choice.seed
         body = {"input_ids": list(prompt_ids), "sampling_params": sampling, "stream": True}
         tokens, meta, watch = [], {}, _Watch()
@@ -316,7 +316,7 @@ class VLLM:
             **{"stream": True, "stream_options": {"include_usage": True}},
             "return_token_ids": True,
         }
-        if choice.seed is not None:
+        if choice.temperature > 0:
             body["seed"] = choice.seed
         tokens, kind, read, reported, watch = [], None, None, {}, _Watch()
         for event in self._connection.events("/v1/completions", body):

@@ -18,6 +18,7 @@ import pytest
 from jaxspec import cli
 from jaxspec.doctor_texts import read_observed
 from jaxspec.run_comparison import compare_runs, read_run
+from tests.test_readme import command_lines
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # where they import one another from
@@ -318,8 +319,14 @@ def test_two_engines_are_compared(run, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main()
     assert "4 of 4 requests have the same tokens" in capsys.readouterr().out
-    lengths = compare_runs(one, out).groups[0].accept_length
+    found = compare_runs(one, out)
+    lengths = found.groups[0].accept_length
     assert lengths is not None and lengths.a == lengths.b == pytest.approx(8 / 3)
+    assert found.flags_that_differ == {}, "what only one of the engines says is no difference"
+    with serving(VLLM) as server:
+        out.unlink()
+        *_, out = run("vllm", server.url, "--ignore-eos")
+    assert compare_runs(one, out).flags_that_differ == {"ignore_eos": (False, True)}
 
 
 @pytest.mark.parametrize(
@@ -406,6 +413,15 @@ def test_bad_files_of_ids(tmp_path, run, content, said):
     with serving(SGLang) as server:
         status, _, error, _ = run("sglang", server.url, "--tokens", str(tmp_path / "bad.json"))
     assert status == 2 and said in error and not server.asked
+
+
+def test_commands_of_the_protocol():
+    page = (BENCHMARKS / "PROTOCOL.md").read_text("utf-8")
+    lines = [line for line in command_lines(page) if "benchmarks/run_engine.py" in line]
+    assert len(lines) == 3
+    for line in lines:
+        args = run_engine.parser().parse_args(line[2:])
+        assert (args.tokens, args.ignore_eos, args.batch_size) == (Path("ids.json"), True, 8)
 
 
 def test_ids_alone_and_bad_addresses(tmp_path, run):
