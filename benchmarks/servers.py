@@ -12,7 +12,7 @@ import http.client
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -70,13 +70,14 @@ class Connection:
         Raises:
           InputError: it is no address.
         """
-        parts = urlsplit(base_url)
+        wanted = f"--base-url {base_url}: expected one such as http://127.0.0.1:30000"
         try:
-            is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:  # a port that is no number
-            is_address = False
-        if not is_address:
-            raise InputError(f"--base-url {base_url}: expected one such as http://127.0.0.1:30000")
+            parts = urlsplit(base_url)
+            self._host, self._port = parts.hostname, parts.port
+        except ValueError as error:  # a port that is no number
+            raise InputError(wanted) from error
+        if parts.scheme not in ("http", "https") or not self._host:
+            raise InputError(wanted)
         self._parts, self._timeout_s = parts, timeout_s
 
     def url(self, path: str) -> str:
@@ -133,7 +134,7 @@ class Connection:
         if self._parts.scheme == "https":
             kind = http.client.HTTPSConnection
         # Not urllib, which a proxy of the environment would take elsewhere.
-        connection = kind(self._parts.hostname, self._parts.port, timeout=self._timeout_s)
+        connection = kind(self._host, self._port, timeout=self._timeout_s)
         headers = {} if body is None else {"Content-Type": "application/json"}
         try:
             connection.request(method, self._path(path), body, headers)
@@ -323,13 +324,15 @@ class VLLM:
             # The last one has no choices: it is of usage, and what was measured comes with it.
             reported = (event.get("metrics") or {}).get("speculative_decoding") or reported
             for one in event["choices"]:
-                piece = one["token_ids"] or []
+                piece = one.get("token_ids") or []
                 tokens += piece
                 read = one.get("prompt_token_ids") or read
                 kind = one.get("finish_reason") or kind
                 if piece:
                     watch.saw_tokens()
         url = self._connection.url("/v1/completions")
+        if read is None:
+            raise InputError(f"{url}: returns no token ids: this vLLM has no return_token_ids yet")
         if read != list(prompt_ids):
             raise InputError(f"{url}: it read other ids than the {len(prompt_ids)} it was sent")
         accepted, name = None, None
@@ -361,7 +364,7 @@ class VLLM:
         return found
 
 
-SERVERS: dict[str, type[SGLang] | type[VLLM]] = {"sglang": SGLang, "vllm": VLLM}
+SERVERS: dict[str, Callable[[Connection], Server]] = {"sglang": SGLang, "vllm": VLLM}
 
 
 def _steps_of(histogram: Sequence[int]) -> tuple[int, ...]:

@@ -183,6 +183,9 @@ class VLLM(Handler):
             choice = {"index": 0, "text": "", "token_ids": piece, "finish_reason": None}
             if number == 0:
                 choice["prompt_token_ids"] = read
+            if options.get("is_old"):
+                del choice["token_ids"]
+                choice.pop("prompt_token_ids", None)
             if number == len(made) - 1:
                 choice |= {"finish_reason": options.get("finish", "length"), "stop_reason": None}
             yield {"object": "text_completion", "model": "served", "choices": [choice]}
@@ -391,6 +394,9 @@ def test_other_ids_than_those_sent_and_what_was_cut(run):
     with serving(VLLM, reads=[1, 5, 6]) as server:
         status, _, error, _ = run("vllm", server.url)
     assert status == 2 and "it read other ids than the 2 it was sent" in error
+    with serving(VLLM, is_old=True) as server:
+        status, _, error, _ = run("vllm", server.url)
+    assert status == 2 and "this vLLM has no return_token_ids yet" in error
     with serving(VLLM, finish="abort") as server:
         status, _, error, _ = run("vllm", server.url)
     assert status == 2 and "the request was not finished (abort)" in error
