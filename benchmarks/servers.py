@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from jaxspec.config import TreeConfig
 from jaxspec.errors import InputError
 from jaxspec.requests import Finish
 
@@ -166,7 +165,6 @@ class Server(Protocol):
         Raises:
           InputError: it is not there, or another engine.
         """
-        ...
 
     def ask(self, prompt_ids: Sequence[int], choice: Choice) -> Answer:
         """What it gives for a prompt.
@@ -174,11 +172,9 @@ class Server(Protocol):
         Raises:
           InputError: it gives an error, or read other ids than it was sent.
         """
-        ...
 
     def counters(self) -> dict[str, float]:
         """What it has counted of speculation since it was started; empty where it does not say."""
-        ...
 
 
 class _Watch:
@@ -211,7 +207,7 @@ class SGLang:
     """Of its arguments, those that a run file keeps."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+        self._connection, self._is_incremental = connection, False
 
     def describe(self) -> tuple[str, dict[str, Any]]:
         # The second is the older name.
@@ -225,8 +221,11 @@ class SGLang:
         shape = [info.get(f"speculative_{name}") for name in ("num_steps", "eagle_topk")]
         shape.append(info.get("speculative_num_draft_tokens"))
         is_tree = bool(info.get("speculative_algorithm")) and None not in shape
+        # Whether a piece of a stream holds the new tokens alone; again under an older name.
+        names = ("incremental_streaming_output", "stream_output")
+        self._is_incremental = any(info.get(name) for name in names)
         return str(info.get("version")), {
-            "tree": str(TreeConfig(*shape)) if is_tree else None,
+            "tree": "x".join(map(str, shape)) if is_tree else None,
             "prefix_cache": not info.get("disable_radix_cache", False),
             **{name: info[name] for name in self.KEPT if name in info},
         }
@@ -245,14 +244,18 @@ class SGLang:
         tokens, meta, watch = [], {}, _Watch()
         for event in self._connection.events("/generate", body):
             meta, piece = event["meta_info"], event["output_ids"]
-            # All tokens so far, or with --incremental-streaming-output the new ones.
-            tokens = piece if len(piece) >= meta["completion_tokens"] else tokens + piece
+            tokens = tokens + piece if self._is_incremental else piece
             if piece:
                 watch.saw_tokens()
         url = self._connection.url("/generate")
         if meta.get("prompt_tokens") != len(prompt_ids):
             raise InputError(
                 f"{url}: {len(prompt_ids)} ids were sent, and it read {meta.get('prompt_tokens')}"
+            )
+        # A stop token is counted, and not every version returns it.
+        if not 0 <= meta["completion_tokens"] - len(tokens) <= 1:
+            raise InputError(
+                f"{url}: {meta['completion_tokens']} tokens are counted, and {len(tokens)} returned"
             )
         reported = {name: value for name, value in meta.items() if name.startswith("spec_")}
         names = ("spec_correct_drafts_histogram", "spec_accept_histogram")
@@ -299,7 +302,7 @@ class VLLM:
         levels = len(set(re.findall(r'_accepted_tokens_per_pos.*position="(\d+)"', metrics)))
         cache = re.search(r'^vllm:cache_config_info.*enable_prefix_caching="(\w+)"', metrics, re.M)
         return found, {
-            "tree": str(TreeConfig(levels, 1, levels + 1)) if levels else None,
+            "tree": f"{levels}x1x{levels + 1}" if levels else None,
             "prefix_cache": None if cache is None else cache[1].lower() == "true",
             "model_path": model.get("root") or self._model,
             "max_model_len": model.get("max_model_len"),
@@ -357,7 +360,7 @@ class VLLM:
         metrics = self._connection.get("/metrics") or ""
         found = {}
         for name in self.COUNTED:
-            # prometheus_client appends _total.
+            # prometheus_client appends _total; the _created beside it is a date.
             line = rf"^vllm:spec_decode_{name}(?:_total)?(?:{{.*}})? (\S+)"
             values = re.findall(line, metrics, re.M)
             found |= {name: sum(map(float, values))} if values else {}

@@ -132,6 +132,7 @@ class SGLang(Handler):
         return {
             "model_path": "kimi", "dtype": "bfloat16", "version": "0.5.9", "tp_size": 8,
             "disable_radix_cache": options.get("no_cache", True),
+            "incremental_streaming_output": options.get("says_incremental", False),
             **options.get("spec", SPECULATION),
         }  # fmt: skip
 
@@ -238,7 +239,8 @@ def run(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("incremental", [False, True])
 def test_sglang(run, incremental):
     meta = {"spec_verify_ct": 3, "spec_correct_drafts_histogram": [1, 0, 1, 1]}
-    with serving(SGLang, meta=meta, incremental=incremental) as server:
+    how = {"incremental": incremental, "says_incremental": incremental}
+    with serving(SGLang, meta=meta, **how) as server:
         status, found, error, out = run("sglang", server.url, "--ignore-eos", "--machine", "8 H200")
     assert (status, error) == (0, "")
     assert [body["input_ids"] for body in server.asked] == list(PROMPTS.values())
@@ -394,6 +396,9 @@ def test_other_ids_than_those_sent_and_what_was_cut(run):
     with serving(VLLM, reads=[1, 5, 6]) as server:
         status, _, error, _ = run("vllm", server.url)
     assert status == 2 and "it read other ids than the 2 it was sent" in error
+    with serving(SGLang, incremental=True) as server:
+        status, _, error, _ = run("sglang", server.url)
+    assert status == 2 and "9 tokens are counted, and 4 returned" in error
     with serving(VLLM, is_old=True) as server:
         status, _, error, _ = run("vllm", server.url)
     assert status == 2 and "this vLLM has no return_token_ids yet" in error
