@@ -63,7 +63,10 @@ def compare(
         ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="F.png", help="A picture. Default: none.")
+        Path | None,
+        typer.Option(
+            metavar="F.png", help="A picture; of two isolated records, that of A. Default: none."
+        ),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -104,8 +107,10 @@ def compare(
         from jaxspec.record_comparison import NEAR_TIE
         from jaxspec.run_comparison import compare_runs
 
-        margins = None if target is None else _margins(target)
-        runs = compare_runs(a, b, margins, None if target is None else tie or NEAR_TIE)
+        if target is None:
+            runs = compare_runs(a, b)
+        else:
+            runs = compare_runs(a, b, _margins(target), NEAR_TIE if tie is None else tie)
         _show([runs], view.tables_of_runs, view.plot_runs, plot, as_json)
     else:
         if target is not None:

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxspec import SHIPPED_TARGET, cli, load_target
+from jaxspec import SHIPPED_TARGET, cli, cli_compare, load_target
 from jaxspec.config import Numerics
 from jaxspec.recording import Record, RecordConfig, record
 from tests.test_run_comparison import HEADER, entry
@@ -55,6 +55,13 @@ def test_records(run, place):
 def test_runs(run):
     status, out, err = run("run.jsonl", "run.jsonl")
     assert (status, err) == (0, "") and "2 of 2 requests have the same tokens" in out
+
+
+def test_a_tie_of_nothing_is_asked_for(run, monkeypatch):
+    monkeypatch.setattr(cli_compare, "_margins", lambda _: lambda questions: [0.0] * len(questions))
+    for flags, tie in (((), 1e-4), (("--tie", "0"), 0.0)):
+        _, out, _ = run("run.jsonl", "run.jsonl", "--target", "x", "--json", *flags)
+        assert json.loads(out.splitlines()[-1])["tie"] == tie
 
 
 @pytest.mark.slow
