@@ -27,7 +27,7 @@ __all__ = ["Sample", "Windows", "read_samples"]
 FEWEST = 3
 """Tokens of a window: one that is read, one that is fed, and what the target says after it."""
 TEXTS = ("text", "prompt", "question")
-JSON_LINES = (".jsonl", ".ndjson")
+JSON_LINES = (".jsonl", ".ndjson", ".json")
 
 
 class Recorded(Protocol):
@@ -161,10 +161,10 @@ def read_samples(
 ) -> list[Sample]:
     """The samples of a file: one text, JSON lines, or lists of ids.
 
-    JSON lines (by the file's name) hold on each line an object with `messages` or `conversations`
-    (ShareGPT), of which the assistant's turns are learned, or with `text`, `prompt` or `question`,
-    of which all is. `tools` and `thinking` stand beside turns, as in a prompt file. Any other file
-    is one text. A text ends with the target's end of sequence.
+    JSON lines (the file's name says so, or its first line is an object) hold on each line an object
+    with `messages` or `conversations` (ShareGPT), of which the assistant's turns are learned, or
+    with `text`, `prompt` or `question`, of which all is. `tools` and `thinking` stand beside turns,
+    as in a prompt file. Any other file is one text. A text ends with the target's end of sequence.
 
     Args:
       is_tokens: the file is a JSON list of lists of ids, and all of them are learned.
@@ -181,7 +181,7 @@ def read_samples(
         )
     text = read_text(path)
     end = target.eos_token_ids[:1]
-    if path.suffix not in JSON_LINES:
+    if not _is_json_lines(path, text):
         return [_all_of((*tokenizer.encode(text), *end), str(path))]
     samples = []
     # Only a newline ends a line: JSON may hold other separators as they are.
@@ -196,6 +196,15 @@ def read_samples(
     if not samples:
         raise InputError(f"{path}: no line in it")
     return samples
+
+
+def _is_json_lines(path: Path, text: str) -> bool:
+    if path.suffix in JSON_LINES:
+        return True
+    try:
+        return isinstance(json.loads(text.partition("\n")[0]), dict)
+    except ValueError:
+        return False
 
 
 def _from_line(line: str, tokenizer: Tokenizer, end: tuple[int, ...], where: str) -> Sample:

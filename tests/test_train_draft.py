@@ -155,12 +155,16 @@ def test_of_a_conversation_the_assistants_turns_are_learned(place, tmp_path):
 
 def test_lines_end_with_a_newline_only(place, tmp_path):
     """JSON may hold a line separator as it is, and an empty line is none."""
-    path = tmp_path / "data.jsonl"
+    path = tmp_path / "data.txt"  # an object in the first line says what it is, too
     path.write_text('{"text": "the\u2028abc"}\n\n{"text": "12"}\n', "utf-8")
     tokenizer, config = load_tokenizer(place / "target"), tiny.target_config(tiny.TARGET_CONFIG)
     first, second = read_samples(path, tokenizer, config)
     assert second.where.endswith("line 3")
     assert tokenizer.encode("the\u2028abc") == first.ids.tolist()
+    path = tmp_path / "data.json"
+    path.write_text('[{"text": "the"}]')
+    with pytest.raises(InputError, match="line 1: expected an object, found"):
+        read_samples(path, tokenizer, config)
 
 
 def test_tools_and_thinking_reach_the_template(place, tmp_path):
