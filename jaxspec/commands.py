@@ -454,7 +454,7 @@ def _where_used(flags: GenerateFlags) -> dict[str, Any]:
         "mesh": mesh and str(mesh),
         "cache": mesh and mesh.cache,
         "draft_rotary": dataclasses.asdict(choice) if choice else None,
-        "capture_convention": models.capture_convention,
+        "capture_convention": flags.models.capture_convention,
         "min_p": sampling.min_p or None,
         "stop_ids": list(sampling.stop_ids) or None,
         "thinking": flags.prompts.thinking,
