@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxspec.aliases import Progress
-from jaxspec.convert.export import write_draft
+from jaxspec.convert.draft_export import write_draft
 from jaxspec.draft import Draft
 from jaxspec.errors import InputError
 from jaxspec.optimizer import OptimizerConfig
