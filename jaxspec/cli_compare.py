@@ -59,7 +59,7 @@ def compare(
     tie: Annotated[
         float | None,
         typer.Option(
-            help="With --target: the logit margin up to which it is a tie. Default: 1e-4."
+            min=0, help="With --target: the logit margin up to which it is a tie. Default: 1e-4."
         ),
     ] = None,
     plot: Annotated[
