@@ -183,7 +183,10 @@ def train_draft(
     )
     config.check()
     shape = DraftShape(
-        attention, ids_of("--capture", capture), draft_vocab_size, _sizes(draft_config)
+        attention,
+        ids_of("--capture", capture),
+        vocab_size=draft_vocab_size,
+        sizes=_sizes(draft_config),
     )
     of_fresh = given(context, "attention", "capture", "draft_vocab_size", "draft_config")
     if draft is not None and of_fresh:
@@ -207,7 +210,8 @@ def train_draft(
 
         if stored is not None:
             learned = stored.windows()
-            shape = dataclasses.replace(shape, capture=stored.boundaries.ids)
+            of_stored = {"capture": stored.boundaries.ids, "capture_from": "--features"}
+            shape = dataclasses.replace(shape, **of_stored)
         else:
             learned = windows(source)
         if heldout is None:

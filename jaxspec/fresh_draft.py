@@ -39,6 +39,7 @@ class DraftShape:
     Attributes:
       kind: Llama's attention, or latent attention as the target has it.
       capture: the boundaries it reads; None takes EAGLE-3's own, (2, n // 2, n - 3) of n layers.
+      capture_from: where that was said.
       vocab_size: of its own vocabulary, the most frequent ids of the data; None takes 32000, or all
         where the target has no more. With all of them it borrows the target's head.
       sizes: fields of its config under Hugging Face's names, in place of the target's.
@@ -46,6 +47,7 @@ class DraftShape:
 
     kind: Literal["llama", "latent"] = "llama"
     capture: tuple[int, ...] | None = None
+    capture_from: str = "--capture"
     vocab_size: int | None = None
     sizes: Mapping[str, Any] = MappingProxyType({})
 
@@ -84,12 +86,13 @@ def fresh_draft(target: Target, shape: DraftShape, ids_U: np.ndarray, seed: int)
 def _config(target: Target, shape: DraftShape, num_ids: int) -> DraftConfig:
     t = target.config
     layers = t.num_hidden_layers
-    ids, origin = shape.capture, "train-draft, set by --capture"
+    ids, origin = shape.capture, f"train-draft, set by {shape.capture_from}"
     if ids is None:
         ids, origin = (2, layers // 2, layers - 3), "train-draft, EAGLE-3's own choice"
         if len(set(ids)) < 3 or min(ids) < 0:
             raise InputError(
-                f"of {layers} layers there is no usual choice of boundaries: say it with --capture"
+                f"of {layers} layers there is no usual choice of boundaries ({ids} are no three): "
+                "say it with --capture"
             )
     latent = {
         field.name: getattr(t, field.name)

@@ -54,6 +54,7 @@ class TrainConfig:
         check_seed(self.seed)
         self.loss.check()
         self.optimizer.check()
+        self.acceptance.check()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -222,7 +222,7 @@ def test_data_that_cannot_be_used(ids, is_learned, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"capture": None}, "there is no usual choice of boundaries"),
+        ({"capture": None}, r"no usual choice of boundaries \(\(2, 2, 1\) are no three\)"),
         ({"sizes": {"heads": 3}}, "a llama draft has no heads to choose"),
         ({"sizes": {"head_dim": 15}}, "15 dims of a head would be rotated"),
         ({"sizes": {"num_hidden_layers": "2"}}, "num_hidden_layers is '2'; expected an integer"),
@@ -248,6 +248,8 @@ def test_drafts_that_there_are_not(change, message, target):
         ),
         (["--features", "F", "--length", "64"], "--length: --features bring their own boundaries"),
         (["--tokens", "IDS", "--seed", "-1"], "seed is -1; it lies between 0 and"),
+        (["--tokens", "IDS", "--accept-temperature", "-1"], "temperature is -1.0; 0 is greedy"),
+        (["--tokens", "IDS", "--tree", "1x1x9"], "offer only 1"),
         (["--tokens", "IDS", "--accumulate", "3"], "1000 batches, of which 3 make an update"),
         (["--tokens", "IDS", "--length", "4096"], "--length 4096: the target was made for 2048"),
     ],
