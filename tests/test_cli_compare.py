@@ -58,7 +58,7 @@ def test_runs(run):
 
 
 def test_a_tie_of_nothing_is_asked_for(run, monkeypatch):
-    monkeypatch.setattr(cli_compare, "_margins", lambda _: lambda questions: [0.0] * len(questions))
+    monkeypatch.setattr(cli_compare, "_margins", lambda *_: lambda questions: [])
     for flags, tie in (((), 1e-4), (("--tie", "0"), 0.0)):
         _, out, _ = run("run.jsonl", "run.jsonl", "--target", "x", "--json", *flags)
         assert json.loads(out.splitlines()[-1])["tie"] == tie
@@ -97,6 +97,10 @@ def test_a_record_against_weights(run, place):
         (("run.jsonl", "--isolate", "--target", "x"), "cannot be read as safetensors"),
         (("run.jsonl", "run.jsonl", "--tie", "1"), "--tie is of the margins that --target gives"),
         (("run.jsonl", "run.jsonl", "--align"), "are of records; these are runs"),
+        (
+            ("run.jsonl", "run.jsonl", "--target", str(SHIPPED_TARGET)),
+            "the runs are of t@1 and t@1",
+        ),
         (("a.safetensors", "a.safetensors", "--plot", "no/p.png"), "there is no directory no"),
         (("a.safetensors", "none", "--plot", "p.txt"), "expected a file that ends in .png"),
         (("a.safetensors", "a.safetensors", "--reference", "none"), "none: cannot be read"),
