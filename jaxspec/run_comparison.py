@@ -164,14 +164,19 @@ class RunComparison:
 
     @property
     def flags_that_differ(self) -> dict[str, tuple[Any, Any]]:
-        """What the two headers say otherwise, but for the engine, its version and the machine."""
-        said = [
-            {**header.get("flags", {}), "target_hash": header.get("target_hash")}
-            | {"draft_hash": header.get("draft_hash")}
-            for header in self.headers
-        ]
-        names = sorted(said[0].keys() | said[1].keys())
-        pairs = {name: (said[0].get(name), said[1].get(name)) for name in names}
+        """What the two headers say otherwise, but for the engine, its version and the machine.
+
+        Of two engines, what both of them say: each has flags of its own, and not all name hashes.
+        """
+        said = []
+        for header in self.headers:
+            hashes = {name: header.get(name) for name in ("target_hash", "draft_hash")}
+            known = {name: hash for name, hash in hashes.items() if hash is not None}
+            said.append({**header.get("flags", {}), **known})
+        names = said[0].keys() | said[1].keys()
+        if self.headers[0].get("engine") != self.headers[1].get("engine"):
+            names = said[0].keys() & said[1].keys()
+        pairs = {name: (said[0].get(name), said[1].get(name)) for name in sorted(names)}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
     def finding(self) -> str:

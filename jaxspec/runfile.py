@@ -129,7 +129,7 @@ def _completion_in(entry: dict[str, Any]) -> tuple[dict[str, Any], Completion]:
     completion = Completion(
         tuple(entry["output_ids"]),
         entry["finish"],
-        tuple(entry["accepted"]),
+        tuple(entry.get("accepted", ())),  # not every engine says what it accepted
         entry["ttft_ms"],
         entry["decode_ms"],
         entry.get("error"),

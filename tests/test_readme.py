@@ -1,20 +1,35 @@
 """README.md says what is: its error, its example, its map of files, its axis key, its commands."""
 
 import re
+import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 
 from jaxspec import SHIPPED_TARGET, cli, dims
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
+PROTOCOL = (ROOT / "benchmarks" / "PROTOCOL.md").read_text("utf-8")
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language: str, page: str = README) -> list[str]:
     """The fenced blocks of that language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+
+
+def command_lines(page: str) -> Iterator[list[str]]:
+    """The words of each command in a page's shell blocks, without where its output goes."""
+    for block in blocks("sh", page):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            while words:
+                end = words.index("&&") if "&&" in words else len(words)
+                command, words = words[:end], words[end + 1 :]
+                yield command[: command.index(">")] if ">" in command else command
 
 
 def test_wrong_features_error_word_for_word(monkeypatch, capsys):
@@ -55,6 +70,17 @@ def test_commands_exist():
     for block in blocks("sh"):
         for name in re.findall(r"\bjaxspec ([\w-]+)", block):
             assert name.replace("-", "_") in known
+
+
+@pytest.mark.parametrize(("page", "fewest"), [(README, 10), (PROTOCOL, 15)])
+def test_flags_of_commands_exist(page, fewest):
+    group, checked = typer.main.get_command(cli.app), 0
+    for program, *words in command_lines(page):
+        if program == "jaxspec":
+            name, *arguments = words
+            group.commands[name].make_context(name, arguments)  # raises for a flag there is not
+            checked += 1
+    assert checked >= fewest
 
 
 def test_commands_of_the_first_screen():
