@@ -264,7 +264,8 @@ def test_sglang(run, incremental):
     # By hand: 8 tokens of 3 steps, in each of four requests.
     assert found["accept_length"] == pytest.approx(8 / 3)
     assert (found["num_requests"], found["num_new"]) == (4, 4)
-    assert read_observed(out)[:2] == ("sglang", 3), "the doctor takes it"
+    observed = read_observed(out)
+    assert (observed.engine, observed.levels) == ("sglang", 3), "the doctor takes it"
 
 
 def test_sglang_of_an_older_version_and_without_speculation(run):
