@@ -59,6 +59,11 @@ class Fake(ThreadingHTTPServer):
         self.counted = collections.Counter()
         super().__init__(("127.0.0.1", 0), handler)
 
+    def handle_error(self, request, client_address):
+        """A client may hang up once it has read [DONE]; all else is told on stderr."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
