@@ -45,6 +45,7 @@ from jaxspec import (
     record,
 )
 from jaxspec.ceiling import Ceiling, accept_ceiling
+from jaxspec.doctor_texts import loop_start
 from jaxspec.draft import Draft
 from jaxspec.figures import accept_per_depth
 from jaxspec.requests import Completion
@@ -57,8 +58,8 @@ CONTEXT = 128
 BATCH = 8
 WINDOW = 256
 """Tokens of a piece of held-out text, read from an empty context."""
-MAX_PERIOD, MIN_REPEATS = 16, 4
-"""What counts as a loop."""
+MIN_LOOP = 4
+"""Tokens of the shortest loop: one of them, four times."""
 
 CLAIMS = {
     "top1_agreement": 0.6,
@@ -145,7 +146,7 @@ def sampled(
         "first_token_ceiling": ceiling.first_token,
         "top1_agreement": ceiling.top1_agreement,
         "looping_share": float(
-            np.mean([loop_start(done.tokens) is not None for done in completions])
+            np.mean([loop_start(done.tokens, MIN_LOOP) is not None for done in completions])
         ),
     }
 
@@ -157,7 +158,7 @@ def greedy(generator: Generator, prompts: Sequence[Sequence[int]]) -> dict[str, 
     return {
         "accept_length_before_a_loop": accept_length(*zip(*before, strict=True)),
         "looping_share": float(
-            np.mean([loop_start(done.tokens) is not None for done in completions])
+            np.mean([loop_start(done.tokens, MIN_LOOP) is not None for done in completions])
         ),
         "accept_length_loops_included": accept_length(
             [len(done.tokens) - 1 for done in completions],
@@ -168,27 +169,12 @@ def greedy(generator: Generator, prompts: Sequence[Sequence[int]]) -> dict[str, 
 
 def before_loop(done: Completion) -> tuple[int, int]:
     """Tokens and steps of a completion up to its loop; a step that reaches into it is left out."""
-    begin = loop_start(done.tokens)
+    begin = loop_start(done.tokens, MIN_LOOP)
     if begin is None:
         return len(done.tokens) - 1, len(done.accepted)
     emitted = np.cumsum([count + 1 for count in done.accepted])
     steps = int((1 + emitted <= begin).sum())  # the first token is prefill's
     return int(emitted[steps - 1]) if steps else 0, steps
-
-
-def loop_start(tokens: Sequence[int]) -> int | None:
-    """Where the first stretch begins that repeats a period at least MIN_REPEATS times."""
-    ids = np.asarray(tokens)
-    starts = []
-    for period in range(1, MAX_PERIOD + 1):
-        wanted = period * (MIN_REPEATS - 1)  # tokens in a row, each equal to the one a period back
-        run = 0
-        for index, is_same in enumerate(ids[period:] == ids[:-period]):
-            run = run + 1 if is_same else 0
-            if run == wanted:
-                starts.append(index + 1 - wanted)
-                break
-    return min(starts, default=None)
 
 
 def accept_length(

@@ -290,6 +290,6 @@ def _read_convention(
     problems.add(
         f"{where} is {list(ids)}, which could mean boundaries {list(ids)} (convention 'before': "
         f"EAGLE, vLLM) or {[one + 1 for one in ids]} ('after': SpecForge, TorchSpec); say which "
-        "with --capture-convention before|after"
+        "with --capture-convention before|after (for export and train-draft: of convert, first)"
     )
     return "before", ""

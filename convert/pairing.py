@@ -9,7 +9,7 @@ from jaxspec.convert.prepare import Prepared, TargetCard, tie
 from jaxspec.convert.problems import Problems
 from jaxspec.convert.write import ConvertConfig, prepare
 
-__all__ = ["check_pair", "read_checkpoint"]
+__all__ = ["check_pair", "fingerprint_of", "read_checkpoint"]
 
 
 def read_checkpoint(directory: Path) -> Prepared | Manifest:
@@ -46,13 +46,13 @@ def check_pair(
         tie(draft.config, TargetCard(target.identity, target.config), found, "by --pair")
         for message in found.found:
             problems.add(f"{where} is no {other.kind} for it: {message}")
-    elif _weights(want.target) != _weights(target.identity):
+    elif fingerprint_of(want.target) != fingerprint_of(target.identity):
         problems.add(
             f"{where} is no {other.kind} for it: the draft {draft.identity} belongs to "
             f"{want.target} [{want.origin}], and the target is {target.identity}"
         )
 
 
-def _weights(identity: str) -> str:
-    """The fingerprint in an identity, `name@fingerprint`."""
+def fingerprint_of(identity: str) -> str:
+    """The weights' fingerprint in an identity, `name@fingerprint`; "" where there is none."""
     return identity.partition("@")[2]

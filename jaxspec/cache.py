@@ -104,6 +104,11 @@ def commit[Cache: Latents | KeyValues](
     return jax.tree.map(scatter, cache, rows)
 
 
+def joined[Cache: Latents | KeyValues](earlier: Cache, rows: Cache) -> Cache:
+    """The rows of a call after those of earlier calls."""
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=-2), earlier, rows)
+
+
 def with_earlier[Cache: Latents | KeyValues](
     rows: Cache, earlier: Cache | None, layer: jax.Array | int
 ) -> Cache:

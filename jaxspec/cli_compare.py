@@ -59,11 +59,14 @@ def compare(
     tie: Annotated[
         float | None,
         typer.Option(
-            help="With --target: the logit margin up to which it is a tie. Default: 1e-4."
+            min=0, help="With --target: the logit margin up to which it is a tie. Default: 1e-4."
         ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="F.png", help="A picture. Default: none.")
+        Path | None,
+        typer.Option(
+            metavar="F.png", help="A picture; of two isolated records, that of A. Default: none."
+        ),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -104,8 +107,10 @@ def compare(
         from jaxspec.record_comparison import NEAR_TIE
         from jaxspec.run_comparison import compare_runs
 
-        margins = None if target is None else _margins(target)
-        runs = compare_runs(a, b, margins, None if target is None else tie or NEAR_TIE)
+        if target is None:
+            runs = compare_runs(a, b)
+        else:
+            runs = compare_runs(a, b, _margins(target, (a, b)), NEAR_TIE if tie is None else tie)
         _show([runs], view.tables_of_runs, view.plot_runs, plot, as_json)
     else:
         if target is not None:
@@ -148,13 +153,25 @@ def _is_run(path: Path) -> bool:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from error
 
 
-def _margins(directory: str):
-    """What tells how near the logits of two tokens are, in float32."""
+def _margins(directory: str, runs: tuple[Path, Path]):
+    """What tells how near the logits of two tokens are, in float32.
+
+    Raises:
+      InputError: both runs say that they are of another target.
+    """
     from jaxspec.checkpoint import load_target
     from jaxspec.config import Numerics
+    from jaxspec.convert.pairing import fingerprint_of
     from jaxspec.recording import logit_margins
+    from jaxspec.run_comparison import read_run
 
     target = load_target(directory, Numerics(dtype="float32"))
+    stated = [str(read_run(run)[0].get("target_hash") or target.identity) for run in runs]
+    if all(fingerprint_of(one) != fingerprint_of(target.identity) for one in stated):
+        raise InputError(
+            f"--target {directory} is {target.identity}, and the runs are of {' and '.join(stated)}"
+            ": its margins say nothing of them"
+        )
     return lambda questions: logit_margins(target, questions)
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from jaxspec.errors import InputError
 from jaxspec.flags import (
     CaptureFlag,
     ChatFlag,
@@ -20,6 +21,7 @@ from jaxspec.flags import (
     TargetFlag,
     ThinkingFlag,
     TokensFlag,
+    given,
     models_of,
 )
 
@@ -27,6 +29,7 @@ __all__ = ["doctor"]
 
 
 def doctor(
+    context: typer.Context,
     prompt: PromptArgument = None,
     *,
     target: TargetFlag = None,
@@ -80,6 +83,9 @@ def doctor(
     from jaxspec.environment import start_jax
     from jaxspec.picture import check_picture
 
+    astray = given(context, "max_new_tokens", "context_length", "temperature", "levels")
+    if observed is not None and astray:
+        raise InputError(f"{', '.join(astray)}: --observed brings its own texts, and its levels")
     start_jax(compile_cache)
     if plot is not None:
         check_picture(plot)

@@ -15,6 +15,7 @@ from jaxspec.flags import (
     DtypeFlag,
     JsonFlag,
     TargetFlag,
+    given,
     ids_of,
 )
 
@@ -31,6 +32,7 @@ HELD_OUT_SHARE = 20
 
 
 def train_draft(
+    context: typer.Context,
     *,
     out: Annotated[
         Path,
@@ -142,10 +144,10 @@ def train_draft(
     source = data or tokens or features
     if source is None or sum(one is not None for one in (data, tokens, features)) > 1:
         raise InputError("give one of --data, --tokens and --features")
-    if features is not None and (heldout is not None or capture is not None):
+    if features is not None and (astray := given(context, "capture", "heldout", "length")):
         raise InputError(
-            "--features say themselves which boundaries they are, and the last windows of theirs "
-            "are held out: leave out --heldout and --capture"
+            f"{', '.join(astray)}: --features bring their own boundaries and windows, of which the "
+            "last are held out"
         )
     from jaxspec.environment import start_jax
     from jaxspec.picture import check_picture
@@ -179,16 +181,16 @@ def train_draft(
             accept_prompts, temperature=accept_temperature, tree=TreeConfig.parse(tree)
         ),
     )
-    config.loss.check()
-    config.optimizer.check()
+    config.check()
     shape = DraftShape(
-        attention, ids_of("--capture", capture), draft_vocab_size, _sizes(draft_config)
+        attention,
+        ids_of("--capture", capture),
+        vocab_size=draft_vocab_size,
+        sizes=_sizes(draft_config),
     )
-    if draft is not None and shape != DraftShape():
-        raise InputError(
-            "--attention, --capture, --draft-vocab-size and --draft-config are of a fresh draft, "
-            "and --draft is not"
-        )
+    of_fresh = given(context, "attention", "capture", "draft_vocab_size", "draft_config")
+    if draft is not None and of_fresh:
+        raise InputError(f"{', '.join(of_fresh)}: a fresh draft's, and --draft is not one")
     directory = locate(target or SHIPPED_TARGET)
     stored = None if features is None else FeaturesDirectory.open(features)
     dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
@@ -208,7 +210,8 @@ def train_draft(
 
         if stored is not None:
             learned = stored.windows()
-            shape = dataclasses.replace(shape, capture=stored.boundaries.ids)
+            of_stored = {"capture": stored.boundaries.ids, "capture_from": "--features"}
+            shape = dataclasses.replace(shape, **of_stored)
         else:
             learned = windows(source)
         if heldout is None:

@@ -361,7 +361,8 @@ def run_record_features(
       InputError: a flag, the data or a checkpoint cannot be used.
     """
     source = data.prompt_file or data.tokens
-    if source is None or data.text is not None or data.use_chat or data.thinking is not None:
+    only = PromptFlags(prompt_file=source), PromptFlags(tokens=source)
+    if source is None or data not in only:
         raise InputError("--features reads --prompt-file or --tokens, and nothing beside")
     if models.numerics.mesh is not None:
         raise InputError("--features over a mesh is not done: leave out --mesh")
@@ -453,6 +454,7 @@ def _where_used(flags: GenerateFlags) -> dict[str, Any]:
         "mesh": mesh and str(mesh),
         "cache": mesh and mesh.cache,
         "draft_rotary": dataclasses.asdict(choice) if choice else None,
+        "capture_convention": flags.models.capture_convention,
         "min_p": sampling.min_p or None,
         "stop_ids": list(sampling.stop_ids) or None,
         "thinking": flags.prompts.thinking,

@@ -8,6 +8,7 @@ import numpy as np
 from jaxspec.commands import ModelFlags, PromptFlags, load
 from jaxspec.console import Display
 from jaxspec.contracts import Features
+from jaxspec.convert.pairing import fingerprint_of
 from jaxspec.doctor import diagnose
 from jaxspec.doctor_report import DoctorReport
 from jaxspec.doctor_scores import DoctorConfig
@@ -47,7 +48,7 @@ def run_doctor(flags: DoctorFlags, display: Display) -> DoctorReport:
       InputError: a flag, a prompt or a checkpoint cannot be used.
       ContractError: draft and target do not belong together.
     """
-    models, config, engine = flags.models, flags.config, "the engine"
+    models, config, observed = flags.models, flags.config, None
     config.check()
     if models.draft == "none":
         raise InputError("--draft none: there is nothing to find out about")
@@ -63,10 +64,18 @@ def run_doctor(flags: DoctorFlags, display: Display) -> DoctorReport:
     else:
         if flags.prompts != PromptFlags():
             raise InputError("--observed brings its own prompts: give no others")
-        engine, levels, texts = read_observed(flags.observed)
-        config = dataclasses.replace(config, levels=levels)
+        observed = read_observed(flags.observed)
+        texts = observed.texts
+        config = dataclasses.replace(config, levels=observed.levels)
     target, draft = load(models, display)
     assert draft is not None, "checked above"
+    ran = None if observed is None else observed.target_hash
+    if ran is not None and fingerprint_of(ran) != fingerprint_of(target.identity):
+        raise InputError(
+            f"{flags.observed}: its target_hash is {ran}, and {models.target_directory} is "
+            f"{target.identity}: give the target that was run; a hash that is not jaxspec's is "
+            "left out of the file"
+        )
     if (claim := models.claim(target)) is not None:
         want = draft.config.boundaries
         Features(np.zeros((1, 1, want.total_width)), claim).require(want, "doctor")
@@ -87,6 +96,7 @@ def run_doctor(flags: DoctorFlags, display: Display) -> DoctorReport:
             texts = write_on(
                 target, texts, flags.max_new_tokens, flags.temperature, config.batch_size
             )
+    engine = "the engine" if observed is None else observed.engine
     report = diagnose(target, draft, texts, config, engine=engine, progress=display.progress)
     if report.looping:
         display.say(f"left out, since they repeat themselves: {', '.join(report.looping)}")

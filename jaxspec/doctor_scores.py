@@ -20,7 +20,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxspec.aliases import Progress
-from jaxspec.cache import DraftCache
+from jaxspec.cache import joined
 from jaxspec.contracts import Features, TargetIds
 from jaxspec.dims import typed
 from jaxspec.doctor_readings import Case
@@ -256,14 +256,10 @@ def _score(graph, levels, top, params, features_BTG, truth, borrowed, drafted_po
             sees_BTS = jnp.broadcast_to(sees_TS[None], (batch, *sees_TS.shape))
             at = Pass(row_BT + depth + drafted_pos, nothing_B, sees_BTS)
             out = draft.recur(out.recurrent, tokens, at, cache, earlier, lent)
-            earlier = _joined(earlier, out.rows)
+            earlier = joined(earlier, out.rows)
         logits_BTU = draft.logits(out.recurrent, lent)
         scores.append(_judged(logits_BTU, draft.target_of_draft[...], truth, depth + 1, top))
     return jax.tree.map(lambda *of_depths: jnp.stack(of_depths, axis=-1), *scores)
-
-
-def _joined(earlier: DraftCache, rows: DraftCache) -> DraftCache:
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=-2), earlier, rows)
 
 
 @full_f32

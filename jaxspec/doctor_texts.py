@@ -12,13 +12,21 @@ from jaxspec.doctor_report import Observed
 from jaxspec.errors import InputError
 from jaxspec.generator import GenerateConfig, Generator
 from jaxspec.requests import Request
-from jaxspec.run_comparison import FEWEST, RESAMPLES, read_run
+from jaxspec.run_comparison import difference_interval, read_run
 from jaxspec.target import Target
 
-__all__ = ["Text", "loop_start", "num_steps", "read_observed", "replay", "write_on"]
+__all__ = [
+    "ObservedRun",
+    "Text",
+    "loop_start",
+    "num_steps",
+    "read_observed",
+    "replay",
+    "write_on",
+]
 
 MAX_PERIOD, MIN_REPEATS, MIN_LOOP = 16, 4, 24
-"""A loop repeats a period so many times, for so many tokens at least."""
+"""A loop repeats a period so many times, for so many tokens, at least."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +56,15 @@ class Text:
         return len(self.ids) - 1 - self.first_root
 
 
-def loop_start(ids: Sequence[int]) -> int | None:
-    """Where the first stretch begins that repeats itself; None where there is none."""
+def loop_start(ids: Sequence[int], min_loop: int = MIN_LOOP) -> int | None:
+    """Where the first stretch begins that repeats itself; None where there is none.
+
+    Args:
+      min_loop: tokens that it has at least, besides `MIN_REPEATS` periods.
+    """
     tokens, starts = np.asarray(ids), []
     for period in range(1, min(MAX_PERIOD, len(tokens) - 1) + 1):
-        wanted = max(period * MIN_REPEATS, MIN_LOOP) - period
+        wanted = max(period * MIN_REPEATS, min_loop) - period
         run = 0
         for index, is_same in enumerate(tokens[period:] == tokens[:-period]):
             run = run + 1 if is_same else 0
@@ -76,8 +88,24 @@ def write_on(
     ]
 
 
-def read_observed(path: Path) -> tuple[str, int, list[Text]]:
-    """The engine's name, the drafted tokens of its steps, and the texts of a run file.
+@dataclasses.dataclass(frozen=True)
+class ObservedRun:
+    """A run of a chain.
+
+    Attributes:
+      engine: its name.
+      target_hash: the identity of what it served; None where it does not say.
+      levels: drafted tokens of a step.
+    """
+
+    engine: str
+    target_hash: str | None
+    levels: int
+    texts: list[Text]
+
+
+def read_observed(path: Path) -> ObservedRun:
+    """The requests of a run file that had verify steps.
 
     Raises:
       InputError: it is no run file, or not one of a chain of drafted tokens.
@@ -97,7 +125,9 @@ def read_observed(path: Path) -> tuple[str, int, list[Text]]:
         raise InputError(
             f"{path}: a step accepted {deepest} drafted tokens, of a chain of {levels} by its flags"
         )
-    return str(header.get("engine", "the engine")), levels, texts
+    target = header.get("target_hash")
+    engine = str(header.get("engine", "the engine"))
+    return ObservedRun(engine, None if target is None else str(target), levels, texts)
 
 
 def _levels(path: Path, flags: dict[str, Any]) -> int:
@@ -139,14 +169,7 @@ def replay(
         "perfect": np.array([num_steps(*pair) for pair in zip(texts, perfect, strict=True)]),
     }
     length = {name: float(emitted.sum() / counts.sum()) for name, counts in steps.items()}
-    interval = None
-    if len(texts) >= FEWEST:
-        size = (RESAMPLES, len(texts))
-        chosen = np.random.default_rng(0).integers(len(texts), size=size)
-        tokens = emitted[chosen].sum(axis=1)
-        drawn = {name: tokens / counts[chosen].sum(axis=1) for name, counts in steps.items()}
-        low, high = np.percentile(drawn["drafted"] - drawn["engine"], [2.5, 97.5])
-        interval = float(low), float(high)
+    interval = difference_interval((emitted, steps["drafted"]), (emitted, steps["engine"]))
     return Observed(
         engine, len(texts), length["engine"], length["drafted"], length["perfect"], interval
     )

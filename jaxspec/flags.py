@@ -37,6 +37,7 @@ __all__ = [
     "TargetFlag",
     "ThinkingFlag",
     "TokensFlag",
+    "given",
     "ids_of",
     "models_of",
     "rotary_of",
@@ -186,6 +187,16 @@ CompileCacheFlag = Annotated[
         "$JAX_COMPILATION_CACHE_DIR, or jaxspec/compiled in this user's caches.",
     ),
 ]
+
+
+def given(context: typer.Context, *names: str) -> list[str]:
+    """Those of these parameters, as flags, that the command line names."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return [
+        f"--{name.replace('_', '-')}"
+        for name, source in sources.items()
+        if source is not None and source.name == "COMMANDLINE"
+    ]
 
 
 def models_of(

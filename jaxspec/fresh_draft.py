@@ -1,6 +1,7 @@
 """A draft that has learned nothing yet, of the sizes that its target suggests."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal
@@ -26,7 +27,7 @@ __all__ = ["DraftShape", "fresh_draft"]
 MOST_DRAFT_IDS = 32000
 """Of a draft vocabulary that nobody chose: what most published drafts have."""
 FLAGS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
-FRACTIONS = ("rms_norm_eps", "latent_norm_eps")
+FRACTIONS = ("rms_norm_eps", "latent_norm_eps", "rope_theta")
 BY_TARGET = ("vocab_size", "hidden_size", "draft_vocab_size", "num_aux_hidden_states", "rotary")
 BY_TARGET += ("boundaries", "has_embedding", "has_head")
 
@@ -37,8 +38,8 @@ class DraftShape:
 
     Attributes:
       kind: Llama's attention, or latent attention as the target has it.
-      capture: the boundaries it reads; None takes EAGLE-3's own: the third, the middle one, and the
-        third before the last but one, (2, n / 2, n - 3) of n layers.
+      capture: the boundaries it reads; None takes EAGLE-3's own, (2, n // 2, n - 3) of n layers.
+      capture_from: where that was said.
       vocab_size: of its own vocabulary, the most frequent ids of the data; None takes 32000, or all
         where the target has no more. With all of them it borrows the target's head.
       sizes: fields of its config under Hugging Face's names, in place of the target's.
@@ -46,6 +47,7 @@ class DraftShape:
 
     kind: Literal["llama", "latent"] = "llama"
     capture: tuple[int, ...] | None = None
+    capture_from: str = "--capture"
     vocab_size: int | None = None
     sizes: Mapping[str, Any] = MappingProxyType({})
 
@@ -84,12 +86,13 @@ def fresh_draft(target: Target, shape: DraftShape, ids_U: np.ndarray, seed: int)
 def _config(target: Target, shape: DraftShape, num_ids: int) -> DraftConfig:
     t = target.config
     layers = t.num_hidden_layers
-    ids, origin = shape.capture, "train-draft, set by --capture"
+    ids, origin = shape.capture, f"train-draft, set by {shape.capture_from}"
     if ids is None:
         ids, origin = (2, layers // 2, layers - 3), "train-draft, EAGLE-3's own choice"
         if len(set(ids)) < 3 or min(ids) < 0:
             raise InputError(
-                f"of {layers} layers there is no usual choice of boundaries: say it with --capture"
+                f"of {layers} layers there is no usual choice of boundaries ({ids} are no three): "
+                "say it with --capture"
             )
     latent = {
         field.name: getattr(t, field.name)
@@ -110,7 +113,6 @@ def _config(target: Target, shape: DraftShape, num_ids: int) -> DraftConfig:
         "has_head": num_ids < t.vocab_size,
     }
     sizes = dict(shape.sizes)
-    theta = sizes.pop("rope_theta", t.rotary.theta)
     if shape.kind == "latent":
         kind, common = LatentDraftConfig, common | latent
     else:
@@ -120,20 +122,21 @@ def _config(target: Target, shape: DraftShape, num_ids: int) -> DraftConfig:
             "num_key_value_heads": heads,
             "head_dim": t.hidden_size // max(heads, 1) // 2 * 2,
         }
-    known = {field.name for field in dataclasses.fields(kind)} - set(BY_TARGET)
+    known = {field.name for field in dataclasses.fields(kind)} - set(BY_TARGET) | {"rope_theta"}
     if strange := sizes.keys() - known:
         raise InputError(
             f"a {shape.kind} draft has no {', '.join(sorted(strange))} to choose; there are "
-            f"{', '.join(sorted(known | {'rope_theta'}))}"
+            f"{', '.join(sorted(known))}"
         )
     for name, value in sizes.items():
         is_flag = name in FLAGS
-        if type(value) is not (bool if is_flag else int) and name not in FRACTIONS:
-            raise InputError(
-                f"{name} is {value!r}; expected {'true or false' if is_flag else 'a number'}"
-            )
-        if not is_flag and value <= 0:
+        types = (bool,) if is_flag else (int, float) if name in FRACTIONS else (int,)
+        if type(value) not in types:
+            wanted = "true or false" if is_flag else "a number" if float in types else "an integer"
+            raise InputError(f"{name} is {value!r}; expected {wanted}")
+        if not is_flag and not 0 < value < math.inf:
             raise InputError(f"{name} is {value!r}; it is positive")
+    theta = sizes.pop("rope_theta", t.rotary.theta)
     common |= sizes
     width = common["qk_rope_head_dim" if shape.kind == "latent" else "head_dim"]
     if width % 2:

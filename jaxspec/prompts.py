@@ -19,7 +19,9 @@ __all__ = [
     "check_prompts",
     "encode_prompts",
     "read_prompts",
+    "read_text",
     "read_tokens",
+    "told_to_template",
     "whole_conversation",
 ]
 
@@ -72,7 +74,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     Raises:
       InputError: names the file and the line.
     """
-    lines = _read_text(path).split("\n")
+    lines = read_text(path).split("\n")
     if lines[-1] == "":
         lines.pop()
     if not lines:
@@ -105,7 +107,7 @@ def read_tokens(path: Path) -> list[Prompt]:
       InputError: names the file and the entry.
     """
     try:
-        entries = json.loads(_read_text(path))
+        entries = json.loads(read_text(path))
     except ValueError as error:
         raise InputError(f"{path}: not JSON ({error})") from error
     if not isinstance(entries, list) or not entries:
@@ -221,23 +223,28 @@ def _from_json(line: str, default_id: str, where: str) -> Prompt:
     except InputError as error:
         raise InputError(f"{where}, {form!r}: {error}") from error
     if content.keys() == {"messages"}:
-        thinking = entry.get("thinking")
-        if thinking is not None and not isinstance(thinking, bool):
-            raise InputError(
-                f"{where}, 'thinking': expected true or false, found {shown(thinking)}"
-            )
-        content |= {"tools": tuple(_tools(entry, where)), "thinking": thinking}
+        try:
+            content |= told_to_template(entry)
+        except InputError as error:
+            raise InputError(f"{where}, {error}") from error
     elif "thinking" in entry or "tools" in entry:
         raise InputError(f"{where}: 'tools' and 'thinking' stand beside 'messages', not {form!r}")
     settings = _settings(entry.get("sampling"), f"{where}, 'sampling'")
     return Prompt(str(name), entry.get("category"), **content, settings=settings, where=where)
 
 
-def _tools(entry: dict[str, Any], where: str) -> list[Any]:
-    tools = entry.get("tools") or []
+def told_to_template(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands beside the turns of a line: `tools`, a tuple, and `thinking`, None if left out.
+
+    Raises:
+      InputError: they are none.
+    """
+    tools, thinking = entry.get("tools") or [], entry.get("thinking")
     if not isinstance(tools, list):
-        raise InputError(f"{where}, 'tools': expected a list, found {shown(tools)}")
-    return tools
+        raise InputError(f"'tools': expected a list, found {shown(tools)}")
+    if thinking is not None and not isinstance(thinking, bool):
+        raise InputError(f"'thinking': expected true or false, found {shown(thinking)}")
+    return {"tools": tuple(tools), "thinking": thinking}
 
 
 def _settings(value: Any, where: str) -> dict[str, Any]:
@@ -368,7 +375,12 @@ def _list(value: Any) -> list[Any]:
     return value
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """A file's text.
+
+    Raises:
+      InputError: it is not there, or not UTF-8.
+    """
     try:
         return path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:

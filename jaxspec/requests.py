@@ -12,7 +12,7 @@ from jaxspec.errors import InputError
 from jaxspec.sampling import Sampling
 from jaxspec.step import NUM_STOP_IDS
 
-__all__ = ["Completion", "Finish", "Piece", "Request", "Run", "sampling_of"]
+__all__ = ["Completion", "Finish", "Piece", "Request", "Run", "check_seed", "sampling_of"]
 
 Finish = Literal["eos", "stop", "length", "capacity"]
 
@@ -49,8 +49,7 @@ class Request:
             raise InputError(f"min_p is {self.min_p}; it lies between 0, which is off, and 1")
         if not 0 <= self.top_k < 2**31:
             raise InputError(f"top_k is {self.top_k}; 0 is off, else it is positive, below 2^31")
-        if not 0 <= self.seed < 2**32:
-            raise InputError(f"seed is {self.seed}; it lies between 0 and {2**32 - 1}")
+        check_seed(self.seed)
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {self.max_new_tokens}; it starts at 1")
 
@@ -123,6 +122,12 @@ class Run:
     completions: tuple[Completion, ...]
     prefill_ms: float
     decode_ms: float
+
+
+def check_seed(seed: int) -> None:
+    """Raises InputError for a seed of which no random numbers come."""
+    if not 0 <= seed < 2**32:
+        raise InputError(f"seed is {seed}; it lies between 0 and {2**32 - 1}")
 
 
 def sampling_of(requests: Mapping[int, Request], batch: int) -> Sampling:

@@ -13,7 +13,16 @@ from jaxspec.errors import InputError
 from jaxspec.figures import ratio
 from jaxspec.runfile import FORMAT
 
-__all__ = ["Difference", "Entry", "Estimate", "Group", "RunComparison", "compare_runs", "read_run"]
+__all__ = [
+    "Difference",
+    "Entry",
+    "Estimate",
+    "Group",
+    "RunComparison",
+    "compare_runs",
+    "difference_interval",
+    "read_run",
+]
 
 RESAMPLES = 2000
 """Of the requests, for an interval."""
@@ -352,15 +361,7 @@ def _group(name: str, pairs: Sequence[tuple[Entry, Entry]]) -> Group:
         a, b = (ratio(float(x.sum()), float(y.sum())) for x, y in values)
         if a is None or b is None:
             return None
-        if len(pairs) < FEWEST:
-            return Estimate(a, b, a - b, None)
-        drawn, size = [], (RESAMPLES, len(pairs))
-        chosen = np.random.default_rng(0).integers(len(pairs), size=size)
-        for x, y in values:
-            total = y[chosen].sum(axis=1)
-            drawn.append(x[chosen].sum(axis=1) / np.where(total == 0, np.nan, total))
-        low, high = np.nanpercentile(drawn[0] - drawn[1], [2.5, 97.5])
-        return Estimate(a, b, a - b, (float(low), float(high)))
+        return Estimate(a, b, a - b, difference_interval(*values))
 
     deepest = max((n for pair in pairs for entry in pair for n in entry.accepted), default=0)
     per_depth = [
@@ -376,6 +377,28 @@ def _group(name: str, pairs: Sequence[tuple[Entry, Entry]]) -> Group:
         estimate(_decode_ms, _steps, timed),
         estimate(_decoded, lambda entry: _decode_ms(entry) / 1e3, timed),
     )
+
+
+def difference_interval(
+    one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]
+) -> tuple[float, float] | None:
+    """Where the difference of two figures lies, 95 %, by resampling requests, the same for both.
+
+    None for fewer than `FEWEST` requests.
+
+    Args:
+      one, other: each a figure that is a quotient of sums: its two parts [requests].
+    """
+    num_requests = len(one[0])
+    if num_requests < FEWEST:
+        return None
+    chosen = np.random.default_rng(0).integers(num_requests, size=(RESAMPLES, num_requests))
+    drawn = []
+    for above, below in (one, other):
+        total = below[chosen].sum(axis=1)
+        drawn.append(above[chosen].sum(axis=1) / np.where(total == 0, np.nan, total))
+    low, high = np.nanpercentile(drawn[0] - drawn[1], [2.5, 97.5])
+    return float(low), float(high)
 
 
 def _steps(entry: Entry) -> int:

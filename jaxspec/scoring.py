@@ -185,7 +185,7 @@ def _text(run: Path, entry: Entry, decode: Callable[[Sequence[int]], str] | None
 def _read_answers(path: Path) -> dict[str, Decimal]:
     """The gold number of each id."""
     try:
-        lines = path.read_text("utf-8").split("\n")
+        lines = path.read_text("utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({error})") from error
     gold: dict[str, Decimal] = {}

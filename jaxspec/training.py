@@ -19,7 +19,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.cache import DraftCache
+from jaxspec.cache import DraftCache, joined
 from jaxspec.config import Numerics
 from jaxspec.contracts import Boundaries, Features, TargetIds
 from jaxspec.dims import typed
@@ -168,7 +168,7 @@ def draft_loss(
         mean = loss_B.sum() / jnp.maximum(counts_BT.sum(), 1).astype(jnp.float32)
         total = total + config.step_weight**step * mean
         hidden = done.recurrent
-        earlier = done.rows if earlier is None else jax.tree.map(_joined, earlier, done.rows)
+        earlier = done.rows if earlier is None else joined(earlier, done.rows)
         sees_TT = jnp.concatenate([sees_TT, diagonal_TT], axis=1)
     return total, jax.tree.map(lambda *of_steps: jnp.stack(of_steps), *parts)
 
@@ -179,11 +179,6 @@ def _labels(logits_BTV: jax.Array, targets_U: jax.Array, labels: Labels) -> jax.
     if labels == "within":
         return jax.nn.softmax(logits_BTV[:, :, targets_U])
     return jax.nn.softmax(logits_BTV)[:, :, targets_U]
-
-
-def _joined(earlier: jax.Array, new: jax.Array) -> jax.Array:
-    """A cache's rows of two calls."""
-    return jnp.concatenate([earlier, new], axis=-2)
 
 
 @functools.partial(

@@ -32,6 +32,11 @@ class AcceptanceConfig:
     temperature: float = 0.8
     tree: TreeConfig = CHAIN
 
+    def check(self) -> None:
+        """Raises InputError for what would fail at the first evaluation, batches later."""
+        self.tree.check()
+        Request((), self.temperature, max_new_tokens=self.max_new_tokens).check_settings()
+
 
 class Acceptance:
     """What the real step accepts of a draft, over the same prompts each time.

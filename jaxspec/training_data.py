@@ -18,7 +18,7 @@ from jaxspec.chat import shown
 from jaxspec.config import TargetConfig
 from jaxspec.contracts import Features
 from jaxspec.errors import InputError
-from jaxspec.prompts import read_tokens, whole_conversation
+from jaxspec.prompts import read_text, read_tokens, told_to_template, whole_conversation
 from jaxspec.tokenizer import Tokenizer
 from jaxspec.training import Batch
 
@@ -27,7 +27,7 @@ __all__ = ["Sample", "Windows", "read_samples"]
 FEWEST = 3
 """Tokens of a window: one that is read, one that is fed, and what the target says after it."""
 TEXTS = ("text", "prompt", "question")
-JSON_LINES = (".jsonl", ".ndjson")
+JSON_LINES = (".jsonl", ".ndjson", ".json")
 
 
 class Recorded(Protocol):
@@ -161,9 +161,10 @@ def read_samples(
 ) -> list[Sample]:
     """The samples of a file: one text, JSON lines, or lists of ids.
 
-    JSON lines (by the file's name) hold on each line an object with `messages` or `conversations`
-    (ShareGPT), of which the assistant's turns are learned, or with `text`, `prompt` or `question`,
-    of which all is. Any other file is one text. A text ends with the target's end of sequence.
+    JSON lines (the file's name says so, or its first line is an object) hold on each line an object
+    with `messages` or `conversations` (ShareGPT), of which the assistant's turns are learned, or
+    with `text`, `prompt` or `question`, of which all is. `tools` and `thinking` stand beside turns,
+    as in a prompt file. Any other file is one text. A text ends with the target's end of sequence.
 
     Args:
       is_tokens: the file is a JSON list of lists of ids, and all of them are learned.
@@ -178,17 +179,15 @@ def read_samples(
             f"{path}: the target's directory has no tiktoken.model, so text cannot become ids; "
             "give ids with --tokens"
         )
-    try:
-        text = path.read_text("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text ({error})") from error
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+    text = read_text(path)
     end = target.eos_token_ids[:1]
-    if path.suffix not in JSON_LINES:
+    if not _is_json_lines(path, text):
         return [_all_of((*tokenizer.encode(text), *end), str(path))]
     samples = []
-    for number, line in enumerate(text.splitlines(), 1):
+    # Only a newline ends a line: JSON may hold other separators as they are.
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
         where = f"{path}, line {number}"
         try:
             samples.append(_from_line(line, tokenizer, end, where))
@@ -197,6 +196,15 @@ def read_samples(
     if not samples:
         raise InputError(f"{path}: no line in it")
     return samples
+
+
+def _is_json_lines(path: Path, text: str) -> bool:
+    if path.suffix in JSON_LINES:
+        return True
+    try:
+        return isinstance(json.loads(text.partition("\n")[0]), dict)
+    except ValueError:
+        return False
 
 
 def _from_line(line: str, tokenizer: Tokenizer, end: tuple[int, ...], where: str) -> Sample:
@@ -208,7 +216,7 @@ def _from_line(line: str, tokenizer: Tokenizer, end: tuple[int, ...], where: str
         raise InputError(f"expected an object, found {shown(entry)}")
     turns = whole_conversation(entry)
     if turns is not None:
-        return _of_conversation(turns, tokenizer, where)
+        return _of_conversation(turns, told_to_template(entry), tokenizer, where)
     form = next((key for key in TEXTS if key in entry), None)
     if form is None or not isinstance(entry[form], str):
         found = ", ".join(entry) if form is None else f"{form!r}: {shown(entry[form])}"
@@ -222,21 +230,23 @@ def _all_of(ids: Sequence[int], where: str) -> Sample:
     return Sample(np.array(ids, np.int32), np.ones(len(ids), bool), where)
 
 
-def _of_conversation(turns: list[Any], tokenizer: Tokenizer, where: str) -> Sample:
+def _of_conversation(
+    turns: list[Any], told: dict[str, Any], tokenizer: Tokenizer, where: str
+) -> Sample:
     """A conversation, of which the assistant's turns are learned.
 
     A turn that the template writes otherwise once others follow, as some do with its thinking, is
     not what the target said there, and is not learned.
     """
-    ids = tokenizer.encode_chat(turns, begins_reply=False)
+    ids = tokenizer.encode_chat(turns, **told, begins_reply=False)
     is_said = np.zeros(len(ids), bool)
     for index, turn in enumerate(turns):
         if turn["role"] != "assistant" or not index:
             continue
-        until = tokenizer.encode_chat(turns[: index + 1], begins_reply=False)
+        until = tokenizer.encode_chat(turns[: index + 1], **told, begins_reply=False)
         if ids[: len(until)] != until:
             continue
-        before = tokenizer.encode_chat(turns[:index])
+        before = tokenizer.encode_chat(turns[:index], **told)
         same = (a == b for a, b in zip(before, ids, strict=False))
         begin = next((i for i, is_same in enumerate(same) if not is_same), len(before))
         is_said[begin : len(until)] = True

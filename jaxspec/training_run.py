@@ -13,10 +13,11 @@ import jax
 import numpy as np
 
 from jaxspec.aliases import Progress
-from jaxspec.convert.export import write_draft
+from jaxspec.convert.draft_export import write_draft
 from jaxspec.draft import Draft
 from jaxspec.errors import InputError
 from jaxspec.optimizer import OptimizerConfig
+from jaxspec.requests import check_seed
 from jaxspec.target import Target
 from jaxspec.training import LossConfig, StepReport, Sums, Trainer, TrainState
 from jaxspec.training_acceptance import Acceptance, AcceptanceConfig
@@ -42,6 +43,18 @@ class TrainConfig:
     seed: int = 0
     evaluate_every: int = 200
     acceptance: AcceptanceConfig = dataclasses.field(default_factory=AcceptanceConfig)
+
+    def check(self) -> None:
+        """Raises InputError for what cannot be trained with."""
+        if self.batch_size < 1 or self.evaluate_every < 1:
+            raise InputError(
+                f"batches of {self.batch_size}, evaluated every {self.evaluate_every}: both start "
+                "at 1"
+            )
+        check_seed(self.seed)
+        self.loss.check()
+        self.optimizer.check()
+        self.acceptance.check()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +102,7 @@ def train(
       InputError: too little data, a config that cannot be trained with, or an `out` of another run.
       FloatingPointError: a loss or a gradient that is not finite; the last checkpoint stays.
     """
-    if config.batch_size < 1 or config.evaluate_every < 1:
-        raise InputError(
-            f"batches of {config.batch_size}, evaluated every {config.evaluate_every}: both start "
-            "at 1"
-        )
+    config.check()
     if len(learned) < config.batch_size:
         raise InputError(
             f"{len(learned)} windows to learn from, and {config.batch_size} make a batch: give "

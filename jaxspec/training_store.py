@@ -62,6 +62,8 @@ class Checkpoints:
             else:
                 out.mkdir(parents=True, exist_ok=True)
                 write_whole(path, about)
+        except InputError:
+            raise
         except (OSError, ValueError) as error:
             raise InputError(f"--out {out}: cannot be used ({error})") from error
         self._manager = ocp.CheckpointManager(

@@ -167,6 +167,8 @@ def test_text_streams_and_a_run_file_resumes(run, place):
     assert status == 2
     assert err.startswith("jaxspec: run.jsonl: holds another run")
     assert "flag seed is 0 there and 1 here" in err
+    status, _, err = run(*args, "--capture-convention", "before")
+    assert status == 2 and "flag capture_convention is None there and 'before' here" in err
     # One prompt of the two would be given the first one's seed.
     prompts = Path(args[args.index("--prompt-file") + 1])
     alone = place / "alone.jsonl"

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxspec import SHIPPED_TARGET, cli, load_target
+from jaxspec import SHIPPED_TARGET, cli, cli_compare, load_target
 from jaxspec.config import Numerics
 from jaxspec.recording import Record, RecordConfig, record
 from tests.test_run_comparison import HEADER, entry
@@ -57,6 +57,13 @@ def test_runs(run):
     assert (status, err) == (0, "") and "2 of 2 requests have the same tokens" in out
 
 
+def test_a_tie_of_nothing_is_asked_for(run, monkeypatch):
+    monkeypatch.setattr(cli_compare, "_margins", lambda *_: lambda questions: [])
+    for flags, tie in (((), 1e-4), (("--tie", "0"), 0.0)):
+        _, out, _ = run("run.jsonl", "run.jsonl", "--target", "x", "--json", *flags)
+        assert json.loads(out.splitlines()[-1])["tie"] == tie
+
+
 @pytest.mark.slow
 def test_a_record_against_weights(run, place):
     """Of the target that ships, in both dtypes; then with one layer's state from another run."""
@@ -90,6 +97,10 @@ def test_a_record_against_weights(run, place):
         (("run.jsonl", "--isolate", "--target", "x"), "cannot be read as safetensors"),
         (("run.jsonl", "run.jsonl", "--tie", "1"), "--tie is of the margins that --target gives"),
         (("run.jsonl", "run.jsonl", "--align"), "are of records; these are runs"),
+        (
+            ("run.jsonl", "run.jsonl", "--target", str(SHIPPED_TARGET)),
+            "the runs are of t@1 and t@1",
+        ),
         (("a.safetensors", "a.safetensors", "--plot", "no/p.png"), "there is no directory no"),
         (("a.safetensors", "none", "--plot", "p.txt"), "expected a file that ends in .png"),
         (("a.safetensors", "a.safetensors", "--reference", "none"), "none: cannot be read"),

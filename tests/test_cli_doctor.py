@@ -8,6 +8,8 @@ import pytest
 
 from jaxspec import SHIPPED_DRAFT, SHIPPED_PROMPTS, cli
 
+OTHER = "kimi_k25@0123456789ab"
+
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
@@ -34,6 +36,8 @@ def run(tmp_path, monkeypatch, capsys):
         (("--target", "t", "--draft", "d"), "no prompt"),
         (("x", "--observed", "run.jsonl"), "brings its own prompts"),
         (("--observed", "run.jsonl"), "no request has verify steps"),
+        (("--observed", "run.jsonl", "--levels", "2"), "--levels: --observed brings its own texts"),
+        (("--observed", "other.jsonl"), "its target_hash is kimi_k25@0123456789ab, and"),
         (("--tokens", "far.json", "--max-new-tokens", "0"), "1536 is not in a vocabulary of 1536"),
     ],
 )
@@ -43,6 +47,8 @@ def test_bad_input(run, tmp_path, args, message):
     header = {"format": "jaxspec-run-1", "engine": "e", "flags": {"tree": "3x1x4"}}
     entry = {"id": "x", "prompt_ids": [1, 2], "output_ids": [3], "accepted": []}
     (tmp_path / "run.jsonl").write_text(f"{json.dumps(header)}\n{json.dumps(entry)}\n")
+    header["target_hash"], entry["output_ids"], entry["accepted"] = OTHER, [3, 4, 5], [1]
+    (tmp_path / "other.jsonl").write_text(f"{json.dumps(header)}\n{json.dumps(entry)}\n")
     status, out, err = run(*args)
     assert (status, out) == (2, "") and err.startswith("jaxspec: ") and message in err
 

@@ -20,7 +20,7 @@ from jaxspec import (
 )
 from jaxspec.doctor import diagnose
 from jaxspec.doctor_scores import DoctorConfig
-from jaxspec.doctor_texts import Text, loop_start, num_steps, read_observed, replay
+from jaxspec.doctor_texts import ObservedRun, Text, loop_start, num_steps, read_observed, replay
 from jaxspec.errors import InputError
 from tests import draft_kinds
 from tests.test_doctor import make_checkpoint, shipped  # noqa: F401
@@ -88,6 +88,12 @@ def test_loops(ids, start):
     assert loop_start(list(ids)) == start
 
 
+def test_a_short_loop():
+    """What `evaluate_mini` counts: a period four times."""
+    assert loop_start([1, 2, 7, 8, 7, 8, 7, 8, 7, 8], min_loop=4) == 2
+    assert loop_start([1, 2, 7, 8, 7, 8, 7, 8, 7], min_loop=4) is None
+
+
 def test_verdicts():
     """An engine that accepts less than these weights would, as much, and more."""
     right = np.zeros((10, 41, 1), bool)
@@ -121,7 +127,8 @@ def test_run_files(tmp_path):
         },
     ):
         path.write_text(lines(**flags))
-        assert read_observed(path) == ("sglang", 3, [Text("x", (1, 2, 3, 4, 5), 2, (1,))])
+        texts = [Text("x", (1, 2, 3, 4, 5), 2, (1,))]
+        assert read_observed(path) == ObservedRun("sglang", None, 3, texts)
     for flags, message in (
         ({}, "its flags name no tree"),
         ({"tree": "3x4x16"}, "with one branch"),

@@ -242,6 +242,11 @@ def test_what_cannot_be_exported(tmp_path, target):
     cases.append(("d", ExportConfig("specforge"), bad, "NaN"))
     (tmp_path / "e.partial").mkdir()
     cases.append(("e", ExportConfig("specforge"), source, "is in the way"))
+    config, tensors = draft_kinds.safeailab()
+    config["eagle_aux_hidden_state_layer_ids"] = [0, 1, 3]
+    unclear = make_checkpoint.write(tmp_path / "unclear", config, tensors)
+    of_convert = r"for export and train-draft: of convert, first"
+    cases.append(("i", ExportConfig("hf", pair=str(unclear)), whole, of_convert))
     before = sorted(tmp_path.iterdir())
     for name, choice, directory, message in cases:
         with pytest.raises(CheckpointError, match=message):

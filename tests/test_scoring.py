@@ -107,6 +107,13 @@ def test_bad_files(write, lines, answers, message):
         score_gsm8k(write("run.jsonl", [HEADER, *lines]), write("a.jsonl", answers))
 
 
+def test_a_byte_order_mark_is_no_answer(write):
+    """`generate --prompt-file` takes such a file, too."""
+    run, answers = write("run.jsonl", [HEADER, request("x", "18")]), write("a.jsonl", ANSWERS)
+    answers.write_bytes(b"\xef\xbb\xbf" + answers.read_bytes())
+    assert score_gsm8k(run, answers).groups[0].num_correct == 1
+
+
 def test_the_command(write, monkeypatch, capsys):
     run = write("run.jsonl", [HEADER, request("x", "18")])
     answers = write("a.jsonl", ANSWERS)

@@ -24,7 +24,7 @@ from jaxspec.training_acceptance import AcceptanceConfig
 from jaxspec.training_data import Sample, Windows, read_samples
 from jaxspec.training_run import TrainConfig, train
 from tests import make_checkpoint, tiny
-from tests.tiny_tokenizer import write_tokenizer
+from tests.tiny_tokenizer import TEMPLATE, write_tokenizer
 
 VOCAB = 600
 RNG = np.random.default_rng(0)
@@ -153,6 +153,45 @@ def test_of_a_conversation_the_assistants_turns_are_learned(place, tmp_path):
     assert text.ids.tolist() == [*tokenizer.encode("def the"), 7] and text.is_learned.all()
 
 
+def test_lines_end_with_a_newline_only(place, tmp_path):
+    """JSON may hold a line separator as it is, and an empty line is none."""
+    path = tmp_path / "data.txt"  # an object in the first line says what it is, too
+    path.write_text('{"text": "the\u2028abc"}\n\n{"text": "12"}\n', "utf-8")
+    tokenizer, config = load_tokenizer(place / "target"), tiny.target_config(tiny.TARGET_CONFIG)
+    first, second = read_samples(path, tokenizer, config)
+    assert second.where.endswith("line 3")
+    assert tokenizer.encode("the\u2028abc") == first.ids.tolist()
+    path = tmp_path / "data.json"
+    path.write_text('[{"text": "the"}]')
+    with pytest.raises(InputError, match="line 1: expected an object, found"):
+        read_samples(path, tokenizer, config)
+
+
+def test_tools_and_thinking_reach_the_template(place, tmp_path):
+    directory = tmp_path / "tools"
+    directory.mkdir()
+    write_tokenizer(directory, "{{ tools | length }}{{ thinking }}" + TEMPLATE)
+    path = tmp_path / "data.jsonl"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    line = {"messages": turns, "tools": [{}, {}], "thinking": False}
+    path.write_text(json.dumps(line))
+    tokenizer, config = load_tokenizer(directory), tiny.target_config(tiny.TARGET_CONFIG)
+    (sample,) = read_samples(path, tokenizer, config)
+    text = "".join(tokenizer.piece(i) for i in sample.ids)
+    assert text.startswith("2False<|im_user|>")
+    said = [tokenizer.piece(i) for i in sample.ids[1:][sample.is_learned[:-1]]]
+    assert "".join(said) == "b<|im_end|>"
+    path.write_text(json.dumps(line | {"thinking": "no"}))
+    with pytest.raises(InputError, match="line 1: 'thinking': expected true or false"):
+        read_samples(path, tokenizer, config)
+
+
+def test_a_directory_of_something_else(target, windows, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match=r"^--out \S+: not empty, and no training run$"):
+        run(target, windows, tmp_path)
+
+
 def test_windows():
     sample = Sample(np.arange(10, dtype=np.int32), np.arange(10) >= 6, "F, line 1")
     windows = Windows.of([sample], 4, 24)
@@ -183,10 +222,12 @@ def test_data_that_cannot_be_used(ids, is_learned, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"capture": None}, "there is no usual choice of boundaries"),
+        ({"capture": None}, r"no usual choice of boundaries \(\(2, 2, 1\) are no three\)"),
         ({"sizes": {"heads": 3}}, "a llama draft has no heads to choose"),
         ({"sizes": {"head_dim": 15}}, "15 dims of a head would be rotated"),
-        ({"sizes": {"num_hidden_layers": "2"}}, "num_hidden_layers is '2'"),
+        ({"sizes": {"num_hidden_layers": "2"}}, "num_hidden_layers is '2'; expected an integer"),
+        ({"sizes": {"rms_norm_eps": "1e-5"}}, "rms_norm_eps is '1e-5'; expected a number"),
+        ({"sizes": {"rope_theta": True}}, "rope_theta is True; expected a number"),
         ({"capture": (1, 2, 9)}, r"boundaries \(1, 2, 9\) .* has boundaries 0"),
     ],
 )
@@ -201,7 +242,14 @@ def test_drafts_that_there_are_not(change, message, target):
     [
         (["--data", "D"], "D: cannot be read"),
         ([], "give one of --data, --tokens and --features"),
-        (["--tokens", "IDS", "--draft", "D", "--capture", "1,2,4"], "are of a fresh draft"),
+        (
+            ["--tokens", "IDS", "--draft", "D", "--attention", "llama"],
+            "--attention: a fresh draft's, and --draft is not one",
+        ),
+        (["--features", "F", "--length", "64"], "--length: --features bring their own boundaries"),
+        (["--tokens", "IDS", "--seed", "-1"], "seed is -1; it lies between 0 and"),
+        (["--tokens", "IDS", "--accept-temperature", "-1"], "temperature is -1.0; 0 is greedy"),
+        (["--tokens", "IDS", "--tree", "1x1x9"], "offer only 1"),
         (["--tokens", "IDS", "--accumulate", "3"], "1000 batches, of which 3 make an update"),
         (["--tokens", "IDS", "--length", "4096"], "--length 4096: the target was made for 2048"),
     ],

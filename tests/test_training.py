@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxspec.checkpoint import load_draft
 from jaxspec.contracts import Features
-from jaxspec.convert.export import tensors_of_draft
+from jaxspec.convert.draft_export import tensors_of_draft
 from jaxspec.convert.problems import Problems
 from jaxspec.draft import Borrowed
 from jaxspec.training import LossConfig, draft_loss
