@@ -57,6 +57,7 @@ from jaxspec.convert.prepare import abstract_draft, abstract_target
 from jaxspec.draft import Draft
 from jaxspec.environment import default_compile_cache, use_compile_cache
 from jaxspec.errors import InputError
+from jaxspec.flags import dtype_of
 from jaxspec.generator import implementations
 from jaxspec.hlo import collectives
 from jaxspec.recording import RecordConfig, record
@@ -142,7 +143,7 @@ def parse() -> argparse.Namespace:
 
 def stages(args: argparse.Namespace, end: float) -> Iterator[tuple[str, Any]]:
     """(name, what was found) of each stage; those that grow are given again and again."""
-    dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    dtype = dtype_of(args.dtype)
     runtime = jax.devices()[0].client.platform_version.strip()
     yield "devices", {"num": len(jax.devices()), "runtime": runtime}
     started = time.monotonic()

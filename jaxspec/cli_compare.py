@@ -126,14 +126,14 @@ def _show(found: list[Any], tables, draw, plot: Path | None, as_json: bool) -> N
 
     The picture comes last: where it cannot be written, what was found is on the screen.
     """
-    from rich.console import Console
+    from jaxspec.console import wide_console
 
     if as_json:
         found_here = [one.to_dict() for one in found]
         whole = {"kind": found_here[0]["kind"], "holds": all(one["holds"] for one in found_here)}
         print(json.dumps(found_here[0] if len(found) == 1 else whole | {"records": found_here}))
     else:
-        console = Console(width=None if Console().is_terminal else 160)
+        console = wide_console()
         for one in found:
             for table in tables(one):
                 console.print(table)

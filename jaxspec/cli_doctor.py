@@ -16,6 +16,7 @@ from jaxspec.flags import (
     DraftRotaryFlag,
     DtypeFlag,
     JsonFlag,
+    PlotFlag,
     PromptArgument,
     PromptFileFlag,
     TargetFlag,
@@ -62,9 +63,7 @@ def doctor(
     top: Annotated[int, typer.Option(help="Guesses that count for top-k agreement.")] = 4,
     batch_size: Annotated[int, typer.Option(help="Texts at a time.")] = 8,
     dtype: DtypeFlag = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="F.png", help="A picture. Default: none.")
-    ] = None,
+    plot: PlotFlag = None,
     as_json: JsonFlag = False,
     compile_cache: CompileCacheFlag = None,
 ) -> None:
@@ -73,10 +72,8 @@ def doctor(
     Without prompts: those that ship. Exit status 1 if another reading explains the target better,
     or --observed finds the engine at fault.
     """
-    from rich.console import Console
-
     from jaxspec.commands import PromptFlags
-    from jaxspec.console import Display
+    from jaxspec.console import Display, wide_console
     from jaxspec.doctor_run import DoctorFlags, run_doctor
     from jaxspec.doctor_scores import DoctorConfig
     from jaxspec.doctor_view import plot_report, table_of
@@ -100,13 +97,12 @@ def doctor(
     )
     with Display() as display:
         report = run_doctor(flags, display)
-    if plot is not None:
-        plot_report(report, plot)
     if as_json:
         print(json.dumps(report.to_dict()))
     else:
-        console = Console(width=None if Console().is_terminal else 160)
-        console.print(table_of(report))
+        wide_console().print(table_of(report))
         print(report.finding())
+    if plot is not None:
+        plot_report(report, plot)
     if not report.holds:
         raise typer.Exit(1)

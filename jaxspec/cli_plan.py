@@ -88,13 +88,13 @@ def plan(
     config = PlanConfig(target, draft, grid, trees, batch_size, context_length, assumed)
     with Display() as display:
         report = run(config, display.waiting)
-    if plot is not None:
-        draw(report, plot)
     if as_json:
         print(json.dumps(report.to_dict()))
     else:
         from rich.console import Console
 
         show(report, Console())
+    if plot is not None:
+        draw(report, plot)
     if not (report.fits and report.agrees):
         raise typer.Exit(1)

@@ -35,9 +35,9 @@ def score(
     as_json: JsonFlag = False,
 ) -> None:
     """Exact-match accuracy of a run, from a file with the answers."""
-    from rich.console import Console
     from rich.table import Table
 
+    from jaxspec.console import wide_console
     from jaxspec.scoring import score_gsm8k
 
     found = score_gsm8k(run, answers, None if target is None else _decoder(target))
@@ -54,7 +54,7 @@ def score(
         shares = [f"{one.accuracy:.1%}", f"{low:.1%} to {high:.1%}"]
         cells = [one.num_requests, one.num_correct, *shares, *counts]
         table.add_row(one.name, *map(str, cells))
-    Console(width=None if Console().is_terminal else 160).print(table)
+    wide_console().print(table)
     print(found.finding())
 
 

@@ -14,7 +14,9 @@ from jaxspec.flags import (
     CompileCacheFlag,
     DtypeFlag,
     JsonFlag,
+    PlotFlag,
     TargetFlag,
+    dtype_of,
     given,
     ids_of,
 )
@@ -131,9 +133,7 @@ def train_draft(
         str, typer.Option(metavar="LEVELSxBRANCHESxNODES", help="That is drafted there.")
     ] = DEFAULT_TREE,
     dtype: DtypeFlag = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="F.png", help="A picture of it. Default: none.")
-    ] = None,
+    plot: PlotFlag = None,
     as_json: JsonFlag = False,
     compile_cache: CompileCacheFlag = None,
 ) -> None:
@@ -155,7 +155,6 @@ def train_draft(
     if plot is not None:
         check_picture(plot)
     start_jax(compile_cache)
-    import jax
     import numpy as np
 
     from jaxspec.checkpoint import load_target, locate
@@ -193,7 +192,7 @@ def train_draft(
         raise InputError(f"{', '.join(of_fresh)}: a fresh draft's, and --draft is not one")
     directory = locate(target or SHIPPED_TARGET)
     stored = None if features is None else FeaturesDirectory.open(features)
-    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    dtype = dtype_of(dtype)
     if stored is not None and stored.dtype != dtype:
         raise InputError(f"{features}: recorded in {stored.dtype}; give --dtype {stored.dtype}")
     numerics = Numerics(dtype=dtype)

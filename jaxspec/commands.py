@@ -56,6 +56,7 @@ __all__ = [
     "run_record",
     "run_record_features",
     "run_tokenize",
+    "tokenizer_of",
 ]
 
 
@@ -184,7 +185,7 @@ def run_generate(flags: GenerateFlags, display: Display) -> GenerateReport:
     """
     models = flags.models
     with all_or_none():
-        tokenizer = _tokenizer(models, flags.prompts)
+        tokenizer = tokenizer_of(models, flags.prompts)
         prompts = flags.prompts.read(tokenizer)
         flags.config.check()
         flags.sampling.check(prompts, has_text=tokenizer is not None)
@@ -263,7 +264,7 @@ def _ceiling(
     ).accept_length
 
 
-def _tokenizer(models: ModelFlags, prompts: PromptFlags) -> Tokenizer | None:
+def tokenizer_of(models: ModelFlags, prompts: PromptFlags) -> Tokenizer | None:
     """The target's; None for prompts that are ids, which are answered with ids."""
     if prompts.tokens is not None:
         return None
@@ -308,7 +309,7 @@ def run_tokenize(models: ModelFlags, prompts: PromptFlags) -> TokenizeReport:
     Raises:
       InputError: a prompt cannot be used, or the target has no tokenizer.
     """
-    tokenizer = _tokenizer(models, prompts)
+    tokenizer = tokenizer_of(models, prompts)
     assert tokenizer is not None, "prompts to tokenize are text"
     encoded = prompts.read(tokenizer)
     return TokenizeReport(tuple(encoded), tokenizer)
@@ -329,7 +330,7 @@ def run_record(
       ContractError: draft and target do not belong together.
     """
     with all_or_none():
-        encoded = prompts.read(_tokenizer(models, prompts))
+        encoded = prompts.read(tokenizer_of(models, prompts))
         if is_first() and not out.parent.is_dir():
             raise InputError(f"--out {out}: there is no directory {out.parent}")
         target, draft = load(models, display)

@@ -1,4 +1,4 @@
-"""Progress on stderr, for whoever looks at a terminal; nothing anywhere else."""
+"""Progress on stderr, for whoever looks at a terminal; tables on stdout."""
 
 import contextlib
 import datetime
@@ -19,7 +19,10 @@ from rich.progress import (
 )
 from rich.text import Text
 
-__all__ = ["Display"]
+__all__ = ["Display", "wide_console"]
+
+WIDTH = 160
+"""Of a table in a file or a pipe."""
 
 
 class Display:
@@ -116,3 +119,8 @@ class _Rate(ProgressColumn):
             return Text("")
         left = datetime.timedelta(seconds=int(task.time_remaining))
         return Text(f"{task.speed / 1e6:.0f} MB/s, {left} left")
+
+
+def wide_console() -> Console:
+    """Stdout for tables: as wide as a terminal, and wide enough for them where it is none."""
+    return Console(width=None if Console().is_terminal else WIDTH)

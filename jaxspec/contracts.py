@@ -51,6 +51,11 @@ class Boundaries:
         """Whether both claim the same thing, wherever each was read."""
         return (self.target, self.ids, self.width) == (other.target, other.ids, other.width)
 
+    def require(self, want: "Boundaries", who: str) -> None:
+        """Raises ContractError unless features under this claim are what `who` was trained on."""
+        if not self.agrees_with(want):
+            raise ContractError(_other_features(self, want, self.total_width, who))
+
     def __str__(self) -> str:
         return f"boundaries {self.ids} of {self.target}, {self.width} wide each   [{self.origin}]"
 
@@ -78,21 +83,7 @@ class Features:
         given, width = self.boundaries, self.data.shape[-1]
         if given.agrees_with(want) and width == want.total_width:
             return self.data
-        lines = [
-            f"{who}: these are not the features this draft was trained on",
-            f"  wants: {want}",
-            f"  given: {given}",
-        ]
-        if width != given.total_width:
-            lines.append(
-                f"  the array itself is {width} wide where its own claim makes it "
-                f"{given.total_width}: it was cut or padded after the target stamped it."
-            )
-        elif width == want.total_width:
-            lines.append(f"  both are {width} wide, so nothing else would have failed.")
-        else:
-            lines.append(f"  that is {width} wide where {want.total_width} are wanted.")
-        raise ContractError("\n".join(lines))
+        raise ContractError(_other_features(given, want, width, who))
 
     def select(self, ids: tuple[int, ...]) -> "Features":
         """The features of these boundaries alone, in this order, under a claim that says so."""
@@ -106,6 +97,25 @@ class Features:
         """The features of the rows `index_BP`, under the same claim."""
         rows = jnp.take_along_axis(self.data, index_BP[:, :, None], axis=1)
         return Features(rows, self.boundaries)
+
+
+def _other_features(given: Boundaries, want: Boundaries, width: int, who: str) -> str:
+    """In what an array of this width, under the claim `given`, is not what is wanted."""
+    lines = [
+        f"{who}: these are not the features this draft was trained on",
+        f"  wants: {want}",
+        f"  given: {given}",
+    ]
+    if width != given.total_width:
+        lines.append(
+            f"  the array itself is {width} wide where its own claim makes it "
+            f"{given.total_width}: it was cut or padded after the target stamped it."
+        )
+    elif width == want.total_width:
+        lines.append(f"  both are {width} wide, so nothing else would have failed.")
+    else:
+        lines.append(f"  that is {width} wide where {want.total_width} are wanted.")
+    return "\n".join(lines)
 
 
 @functools.partial(

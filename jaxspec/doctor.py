@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from jaxspec.aliases import Progress
-from jaxspec.contracts import Features
 from jaxspec.doctor_readings import FAMILIES, Case, Family, Reading, readings_of
 from jaxspec.doctor_report import DoctorReport, Figures, ReadingReport
 from jaxspec.doctor_scores import DoctorConfig, Scores, States, read_states, score_all
@@ -59,8 +58,7 @@ def diagnose(
     if target.numerics.mesh is not None:
         raise InputError("doctor reads with one device: load target and draft without a mesh")
     want = draft.config.boundaries
-    claim = target.asked_for(want)
-    Features(np.zeros((1, 1, want.total_width)), claim).require(want, "doctor")
+    target.asked_for(want).require(want, "doctor")
     declared = declared or Case.declared(draft)
     readings = readings_of(declared, target, families)
     cases = [declared, *(reading.case for reading in readings)]

@@ -3,11 +3,8 @@
 import dataclasses
 from pathlib import Path
 
-import numpy as np
-
-from jaxspec.commands import ModelFlags, PromptFlags, load
+from jaxspec.commands import ModelFlags, PromptFlags, load, tokenizer_of
 from jaxspec.console import Display
-from jaxspec.contracts import Features
 from jaxspec.convert.pairing import fingerprint_of
 from jaxspec.doctor import diagnose
 from jaxspec.doctor_report import DoctorReport
@@ -15,7 +12,6 @@ from jaxspec.doctor_scores import DoctorConfig
 from jaxspec.doctor_texts import Text, read_observed, write_on
 from jaxspec.environment import SHIPPED_PROMPTS
 from jaxspec.errors import InputError
-from jaxspec.tokenizer import load_tokenizer
 
 __all__ = ["DoctorFlags", "run_doctor"]
 
@@ -77,8 +73,7 @@ def run_doctor(flags: DoctorFlags, display: Display) -> DoctorReport:
             "left out of the file"
         )
     if (claim := models.claim(target)) is not None:
-        want = draft.config.boundaries
-        Features(np.zeros((1, 1, want.total_width)), claim).require(want, "doctor")
+        claim.require(draft.config.boundaries, "doctor")
     for text in texts:
         outside = [i for i in text.ids if not 0 <= i < target.config.vocab_size]
         if outside:
@@ -113,14 +108,8 @@ def _prompts(flags: DoctorFlags) -> tuple[list[Text], int]:
                 "ship are for the target that ships"
             )
         asked = dataclasses.replace(asked, prompt_file=SHIPPED_PROMPTS)
-    tokenizer = None
-    if asked.tokens is None:
-        directory = flags.models.target_directory
-        tokenizer = load_tokenizer(directory)
-        if tokenizer is None:
-            raise InputError(f"{directory}: no tiktoken.model in it; give ids with --tokens")
     room = flags.context_length - flags.max_new_tokens
-    prompts, texts = asked.read(tokenizer), []
+    prompts, texts = asked.read(tokenizer_of(flags.models, asked)), []
     for prompt in prompts:
         if len(prompt.ids) < 2:
             raise InputError(

@@ -93,8 +93,9 @@ def read_states(
     short = [text.id for text in texts if len(text.ids) < 2]
     if short:
         raise InputError(f"prompt {short[0]!r} is a single token: a draft guesses after two")
-    looping = tuple(text.id for text in texts if loop_start(text.ids) is not None)
-    kept = tuple(text for text in texts if text.id not in looping)
+    loops = [loop_start(text.ids) is not None for text in texts]
+    looping = tuple(text.id for text, is_loop in zip(texts, loops, strict=True) if is_loop)
+    kept = tuple(text for text, is_loop in zip(texts, loops, strict=True) if not is_loop)
     if not kept:
         raise InputError(f"all of {len(texts)} texts repeat themselves, which any draft foresees")
     last = target.config.num_hidden_layers

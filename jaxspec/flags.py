@@ -31,12 +31,14 @@ __all__ = [
     "JsonFlag",
     "MeshFlag",
     "NumProcessesFlag",
+    "PlotFlag",
     "ProcessIndexFlag",
     "PromptArgument",
     "PromptFileFlag",
     "TargetFlag",
     "ThinkingFlag",
     "TokensFlag",
+    "dtype_of",
     "given",
     "ids_of",
     "models_of",
@@ -178,6 +180,9 @@ JsonFlag = Annotated[
     bool,
     typer.Option("--json", help="One JSON object on stdout, no text."),
 ]
+PlotFlag = Annotated[
+    Path | None, typer.Option(metavar="F.png", help="A picture of it. Default: none.")
+]
 CompileCacheFlag = Annotated[
     str | None,
     typer.Option(
@@ -207,8 +212,6 @@ def models_of(
     mesh: "MeshConfig | None" = None,
 ) -> "ModelFlags":
     """The models that the flags name; `drafted` is the draft, and three flags about it."""
-    import jax
-
     from jaxspec.commands import ModelFlags
     from jaxspec.config import Numerics
 
@@ -222,10 +225,16 @@ def models_of(
     known = get_args(get_args(get_type_hints(Numerics)["implementation"])[0])
     if implementation not in (None, *known):
         raise InputError(f"--implementation is {implementation!r}; there are {' and '.join(known)}")
-    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    numerics = Numerics(dtype=dtype, implementation=cast("Any", implementation), mesh=mesh)
+    numerics = Numerics(dtype_of(dtype), implementation=cast("Any", implementation), mesh=mesh)
     choice = rotary_of(rotary)
     return ModelFlags(target, draft, ids_of("--capture", capture), convention, choice, numerics)
+
+
+def dtype_of(dtype: Dtype | None) -> Dtype:
+    """What --dtype asks for; by default float32 on a CPU, bfloat16 elsewhere."""
+    import jax
+
+    return dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
 
 
 def rotary_of(text: str | None) -> "RotaryChoice":

@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxspec.aliases import PathLike
 from jaxspec.errors import InputError
+from jaxspec.prompts import read_text
 from jaxspec.run_comparison import Entry, read_run
 
 __all__ = ["Score", "ScoreGroup", "score_gsm8k"]
@@ -184,12 +185,8 @@ def _text(run: Path, entry: Entry, decode: Callable[[Sequence[int]], str] | None
 
 def _read_answers(path: Path) -> dict[str, Decimal]:
     """The gold number of each id."""
-    try:
-        lines = path.read_text("utf-8-sig").split("\n")
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read ({error})") from error
     gold: dict[str, Decimal] = {}
-    for number, line in enumerate(lines):
+    for number, line in enumerate(read_text(path).split("\n")):
         if not line.strip():
             continue
         where = f"{path}, line {number + 1}"

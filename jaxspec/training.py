@@ -241,9 +241,7 @@ class Trainer:
             raise InputError("training over a mesh is not done: load both models without one")
         self.capture: Boundaries = target.asked_for(draft.config.boundaries)
         # Contract errors before anything is compiled.
-        Features(jnp.zeros((1, 1, self.capture.total_width)), self.capture).require(
-            draft.config.boundaries, "train-draft"
-        )
+        self.capture.require(draft.config.boundaries, "train-draft")
         self.loss, self._optimizer = loss, optimizer.make()
         dtype = target.numerics.jnp_dtype
         _, state = nnx.split(draft)
