@@ -166,7 +166,7 @@ def speculators_json(
 
 def _layer_json(config: DraftConfig, problems: Problems) -> dict[str, Any]:
     """The decoder layers' part of a draft's config."""
-    c, scaling = config, config.rotary.yarn or config.rotary.llama3
+    c, scaling = config, config.rotary.scaling
     found: dict[str, Any] = {
         "vocab_size": c.vocab_size,
         "hidden_size": c.hidden_size,

@@ -73,11 +73,11 @@ class RotaryChoice:
         changed: dict[str, Any] = {}
         if self.theta is not None:
             changed["theta"] = self.theta
-        if self.scaling != "as stated":
-            changed |= _by_kind(self.scaling)
         if self.kind is not None:
             changed["kind"] = self.kind
         rotary = dataclasses.replace(stated, **changed)
+        if self.scaling != "as stated":
+            rotary = rotary.scaled_by(self.scaling)
         of_rotary, of_kind = claims["rotary"], claims["rotary_kind"]
         if "theta" in changed or "yarn" in changed:
             origin = f"as asked for; {of_rotary.origin} says {json.dumps(of_rotary.value)}"
@@ -93,14 +93,6 @@ def _as_claim(rotary: RotaryConfig) -> dict[str, Any]:
     if rotary.llama3 is not None:
         claim["llama3"] = dataclasses.asdict(rotary.llama3)
     return claim
-
-
-def _by_kind(scaling: Yarn | Llama3Scaling | None) -> dict[str, Any]:
-    """The fields of `RotaryConfig` for a scaling."""
-    return {
-        "yarn": scaling if isinstance(scaling, Yarn) else None,
-        "llama3": scaling if isinstance(scaling, Llama3Scaling) else None,
-    }
 
 
 def read_rotary(fields: Fields, width: int, kind: Literal["pairs", "halves"]) -> RotaryConfig:
@@ -124,7 +116,7 @@ def read_rotary(fields: Fields, width: int, kind: Literal["pairs", "halves"]) ->
     scalings = [_read_scaling(one) for one in (scaling, parameters) if one.data]
     if len(scalings) == 2 and scalings[0] != scalings[1]:
         problems.add(f"{scaling.where} and {parameters.where} disagree")
-    rotary = RotaryConfig(width, theta, kind, **_by_kind(scalings[0] if scalings else None))
+    rotary = RotaryConfig(width, theta, kind).scaled_by(scalings[0] if scalings else None)
     fields.claims["rotary"] = Claim(
         _as_claim(rotary),
         parameters.where if parameters.data else fields.place("rope_theta and rope_scaling"),

@@ -72,6 +72,19 @@ class RotaryConfig:
     yarn: Yarn | None = None
     llama3: Llama3Scaling | None = None
 
+    @property
+    def scaling(self) -> Yarn | Llama3Scaling | None:
+        """What stretches its context."""
+        return self.yarn or self.llama3
+
+    def scaled_by(self, scaling: Yarn | Llama3Scaling | None) -> "RotaryConfig":
+        """The same with another scaling, or none."""
+        return dataclasses.replace(
+            self,
+            yarn=scaling if isinstance(scaling, Yarn) else None,
+            llama3=scaling if isinstance(scaling, Llama3Scaling) else None,
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentSizes:

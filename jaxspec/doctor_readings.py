@@ -165,20 +165,20 @@ def _flag(flag: str) -> Callable[[Case, Target], Variants]:
 def _rotary(case: Case, target: Target) -> Variants:
     stated, of_target = case.draft.config.rotary, target.config.rotary
 
-    def reading(name: str, json: str, **changes: Any) -> tuple[str, str, Case]:
-        draft = _changed(case.draft, rotary=dataclasses.replace(stated, **changes))
+    def reading(name: str, json: str, other: RotaryConfig) -> tuple[str, str, Case]:
+        draft = _changed(case.draft, rotary=other)
         change = f"--draft-rotary '{{{json}}}'"
         return f"rotary {name}", change, dataclasses.replace(case, draft=draft)
 
     for theta in dict.fromkeys((*BASES, of_target.theta)):
         if theta != stated.theta:
-            yield reading(f"base {theta:g}", f'"rope_theta": {theta:.0f}', theta=theta)
-    if stated.yarn is not None:
-        yield reading("without scaling", '"rope_scaling": null', yarn=None)
-    if of_target.yarn not in (None, stated.yarn):
-        yield reading(
-            "scaled as the target's", '"rope_scaling": {the target\'s}', yarn=of_target.yarn
-        )
+            other = dataclasses.replace(stated, theta=theta)
+            yield reading(f"base {theta:g}", f'"rope_theta": {theta:.0f}', other)
+    if stated.scaling is not None:
+        yield reading("without scaling", '"rope_scaling": null', stated.scaled_by(None))
+    if of_target.scaling not in (None, stated.scaling):
+        other = stated.scaled_by(of_target.scaling)
+        yield reading("scaled as the target's", '"rope_scaling": {the target\'s}', other)
 
 
 def _pairing(case: Case, target: Target) -> Variants:

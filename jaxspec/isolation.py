@@ -17,7 +17,7 @@ from jaxspec.aliases import PathLike, Progress
 from jaxspec.errors import InputError
 from jaxspec.isolation_findings import Isolation, Part, PartKind
 from jaxspec.readings import Kind, Knobs, other_readings, run_layer
-from jaxspec.record_comparison import NEAR_TIE
+from jaxspec.record_comparison import NEAR_TIE, is_other_set, root_mean_square, row_errors
 from jaxspec.record_file import RecordFile
 from jaxspec.record_findings import CLEARLY, F32_TOLERANCE
 from jaxspec.target import Target
@@ -202,7 +202,7 @@ class _Comparison:
         chosen_MX = self._rows_of("router", layer)
         if chosen_MX is None:
             return nowhere, is_near_M if self._coarse is None else nowhere
-        is_other_M = _is_other_set(chosen_MX, rows.choice.experts)
+        is_other_M = is_other_set(chosen_MX, rows.choice.experts)
         return is_other_M, is_other_M & is_near_M
 
     def _with_readings(self, part: Part, x_BTD: np.ndarray, y_BTD: np.ndarray) -> Part:
@@ -271,7 +271,7 @@ class _Rows:
         """[M], where the two have other experts."""
         if self.choice is None or other.choice is None:
             return np.zeros(len(self.states), bool)
-        return _is_other_set(self.choice.experts, other.choice.experts)
+        return is_other_set(self.choice.experts, other.choice.experts)
 
 
 def _share_of(away_MD: np.ndarray, difference_MD: np.ndarray) -> tuple[float, float]:
@@ -292,25 +292,14 @@ def _part(
     own: np.ndarray | None,
 ) -> Part:
     """Distances of rows [M,.] from `ours`: the record's, and those of `own`, if given."""
-    errors = _row_errors(theirs, ours)
+    errors = row_errors(theirs, ours)
     known = None
     if own is not None:
-        own_errors = _row_errors(own, ours)
-        known = _rms(own_errors), float(own_errors.max())
-    return Part(name, kind, layer, len(theirs), 0, 0, _rms(errors), float(errors.max()), known)
-
-
-def _row_errors(rows: np.ndarray, ours: np.ndarray) -> np.ndarray:
-    away, size = np.linalg.norm(rows - ours, axis=1), np.linalg.norm(ours, axis=1)
-    return away / np.maximum(size, np.finfo(np.float32).tiny)
-
-
-def _rms(errors: np.ndarray) -> float:
-    return float(np.sqrt(np.square(errors).mean()))
-
-
-def _is_other_set(one_MX: np.ndarray, other_MX: np.ndarray) -> np.ndarray:
-    return (np.sort(one_MX, axis=-1) != np.sort(other_MX, axis=-1)).any(axis=-1)
+        own_errors = row_errors(own, ours)
+        known = root_mean_square(own_errors), float(own_errors.max())
+    return Part(
+        name, kind, layer, len(theirs), 0, 0, root_mean_square(errors), float(errors.max()), known
+    )
 
 
 def _hint(
@@ -321,7 +310,7 @@ def _hint(
     experts_MX: np.ndarray | None,
 ) -> str | None:
     """What the far rows have in common: an expert, or others that they attend to."""
-    errors = _row_errors(theirs, ours)
+    errors = row_errors(theirs, ours)
     is_far_M = errors > (F32_TOLERANCE if part.own is None else CLEARLY * part.own[1])
     if not is_far_M.any() or is_far_M.all():
         return None

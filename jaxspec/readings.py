@@ -187,7 +187,7 @@ def _read_attention(layer: Any, config: TargetConfig, knobs: Knobs) -> None:
 def _read_angles(
     rotary: RotaryConfig, pos_BT: jax.Array, knobs: Knobs
 ) -> tuple[jax.Array, jax.Array]:
-    plain = rotary_angles(dataclasses.replace(rotary, yarn=None), pos_BT)
+    plain = rotary_angles(rotary.scaled_by(None), pos_BT)
     pairs = zip(rotary_angles(rotary, pos_BT), plain, strict=True)
     cos, sin = (knobs.rotary * jnp.where(knobs.is_stretched, *pair) for pair in pairs)
     return cos, sin

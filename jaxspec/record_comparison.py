@@ -24,7 +24,7 @@ from jaxspec.record_findings import (
     RouterComparison,
 )
 
-__all__ = ["compare_records"]
+__all__ = ["compare_records", "is_other_set", "root_mean_square", "row_errors"]
 
 NEAR_TIE = 1e-4
 """A router's margin below which two f32 programs may choose differently."""
@@ -197,10 +197,7 @@ def _routers(
     is_clean_BT = is_kept_BT.copy()
     for name in sorted((name for name in shared if name.startswith("router.")), key=_depth):
         layer = _depth(name)
-        chosen, theirs = (
-            np.sort(record.rows(name, is_clean_BT), axis=-1) for record in (one, other)
-        )
-        is_other = (chosen != theirs).any(axis=-1)
+        is_other = is_other_set(*(record.rows(name, is_clean_BT) for record in (one, other)))
         margin = _margins(one, other, name, is_clean_BT)
         is_tie = is_other & (margin < NEAR_TIE)
         largest = float(margin[is_other].max()) if is_other.any() else None
@@ -240,13 +237,13 @@ def _array(
 ) -> ArrayComparison:
     a, b = given[0], given[1]
     own = [_tolerance(dtype, depth) for dtype in dtypes]
-    errors = _row_errors(a, b)
+    errors = row_errors(a, b)
     worst = int(errors.argmax())
     at = tuple(int(index[worst]) for index in np.nonzero(is_row_BT))
     reference_errors = None
     if len(given) == 3:
-        of_a, of_b = (_row_errors(x, given[2]) for x in (a, b))
-        reference_errors = _root_mean_square(of_a), _root_mean_square(of_b)
+        of_a, of_b = (row_errors(x, given[2]) for x in (a, b))
+        reference_errors = root_mean_square(of_a), root_mean_square(of_b)
     return ArrayComparison(
         name,
         depth,
@@ -264,14 +261,20 @@ def _array(
     )
 
 
-def _row_errors(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def row_errors(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """|a - b| / |b| of each row."""
     away, size = np.linalg.norm(a - b, axis=1), np.linalg.norm(b, axis=1)
-    return np.array([_ratio(*pair) for pair in zip(away, size, strict=True)])
+    return away.astype(np.float64) / np.maximum(size.astype(np.float64), SMALLEST)
 
 
-def _root_mean_square(errors: np.ndarray) -> float:
+def root_mean_square(errors: np.ndarray) -> float:
+    """Of the rows' errors."""
     return float(np.sqrt(np.square(errors).mean()))
+
+
+def is_other_set(one_MX: np.ndarray, other_MX: np.ndarray) -> np.ndarray:
+    """[M], whether two choices are of other experts, whatever their order."""
+    return (np.sort(one_MX, axis=-1) != np.sort(other_MX, axis=-1)).any(axis=-1)
 
 
 def _ratio(away: float, size: float) -> float:

@@ -274,6 +274,24 @@ def test_readings_of_other_kinds(target, tmp_path):
     assert changes["rotary halves"] == "--draft-rotary '{\"rope_interleave\": false}'"
 
 
+def test_readings_of_a_scaling(mini, shipped, tmp_path):
+    """Llama-3's goes where another one, or none, takes its place."""
+    config = json.loads(json.dumps(shipped[0]))
+    factors = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config["rope_scaling"] = factors | {
+        "rope_type": "llama3",
+        "original_max_position_embeddings": 512,
+    }
+    draft = load_draft(make_checkpoint.write(tmp_path / "d", config, shipped[1]), target=mini)
+    family = next(one for one in FAMILIES if one.name == "rotary")
+    found = readings_of(Case.declared(draft), mini, (family,))
+    rotary = {one.name: one.case.draft.config.rotary for one in found}
+    assert draft.config.rotary.llama3 is not None and mini.config.rotary.yarn is not None
+    assert rotary["rotary without scaling"].scaling is None
+    assert rotary["rotary scaled as the target's"].scaling == mini.config.rotary.yarn
+    assert all(None in (one.yarn, one.llama3) for one in rotary.values())
+
+
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
