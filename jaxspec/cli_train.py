@@ -119,7 +119,7 @@ def train_draft(
     num_steps: Annotated[int, typer.Option(min=1, help="Of the training-time test.")] = 7,
     one_step_batches: Annotated[
         int,
-        typer.Option(min=0, help="So many at first take one step only, at a third of the cost."),
+        typer.Option(min=0, help="So many at first take one step only, which costs less."),
     ] = 0,
     step_weight: Annotated[
         float, typer.Option(help="What a step counts, over the one before it.")
