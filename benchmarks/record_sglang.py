@@ -7,7 +7,7 @@ F is a JSON list of lists of ids (`jaxspec tokenize`). Runs where SGLang is inst
 jaxspec.
 
 SGLang 0.5.23's API, as its sources have it. `sgl.Engine` is given `forward_hooks`, whose factory,
-`hook` below, is imported by the engine's own processes. Boundary 0 is the output of `embed_tokens`;
+`hook` below, is imported by the engine's own processes. Boundary 0 is what `embed_tokens` gives;
 the last one is what the final norm adds up, and gives back beside its output; those between are what
 DeepSeek-V3 (and so Kimi-K2 and Kimi-K2.5) captures for EAGLE-3 at `layers_to_capture`, which is set
 here, and what comes of it is taken off the model's output again. `return_hidden_states` alone would
@@ -16,7 +16,7 @@ give the state after the final norm, which is no boundary. The best logits are l
 chosen experts come with `return_routed_experts`.
 
 What SGLang does not give, and the record does not have: logits beyond the best ones; routers'
-margins; a draft's logits. States that are dealt out over ranks (`--engine '{"pp_size": 2}'`, or data
+margins; a draft's logits. States that are dealt out over ranks (`--engine '{"pp_size": 2}'`, data
 parallel attention) are refused: their rows are not all in one place.
 
 Never run with SGLang itself, which needs a GPU: tested against a small fake of these calls.

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -25,6 +26,14 @@ import record_vllm  # noqa: E402
 SEQUENCES = [[5, 9, 2, 2, 17, 3, 11], [1, 20, 8]]
 EXPERTS = {"sglang": (), "vllm": ("--experts",)}
 PROGRAMS = {"sglang": record_sglang, "vllm": record_vllm}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_optimisation():
+    """Half the time to compile."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

@@ -235,6 +235,13 @@ def make_draft_step(
     return Record.read(out).arrays
 
 
+def save_features(project: str, out: Path, arrays: dict[str, np.ndarray], *options: object) -> None:
+    """A sample of features as that project saves it; see save_features.py."""
+    given = out.with_suffix(".safetensors")
+    save_file(arrays, given)
+    _run_python("save_features.py", project, given, out, *options)
+
+
 def save_torch(tensors: Path, out: Path) -> None:
     """The tensors of a safetensors file as torch saves them."""
     _run_python("save_torch.py", tensors, out)
