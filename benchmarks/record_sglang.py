@@ -8,7 +8,7 @@ jaxspec.
 
 SGLang 0.5.23's API, as its sources have it. `sgl.Engine` is given `forward_hooks`, whose factory,
 `hook` below, is imported by the engine's own processes. Boundary 0 is what `embed_tokens` gives;
-the last one is what the final norm adds up, and gives back beside its output; those between are what
+the last one is what the final norm adds up, and gives beside its output; those between are what
 DeepSeek-V3 (and so Kimi-K2 and Kimi-K2.5) captures for EAGLE-3 at `layers_to_capture`, which is set
 here, and what comes of it is taken off the model's output again. `return_hidden_states` alone would
 give the state after the final norm, which is no boundary. The best logits are log-probabilities
@@ -22,6 +22,7 @@ parallel attention) are refused: their rows are not all in one place.
 Never run with SGLang itself, which needs a GPU: tested against a small fake of these calls.
 """
 
+import argparse
 import base64
 import itertools
 import os
@@ -89,8 +90,13 @@ def _is_writer(folder: Path) -> bool:
     return True
 
 
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    return records.parser("record_sglang", __doc__.split("\n")[0])
+
+
 def main() -> None:
-    args = records.parser("record_sglang", __doc__.split("\n")[0]).parse_args()
+    args = parser().parse_args()
     with tempfile.TemporaryDirectory() as folder:
         records.run("record_sglang", lambda: _record(args, Path(folder)))
 

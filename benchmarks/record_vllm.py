@@ -18,6 +18,7 @@ capture before the first layer; logits beyond the best ones; routers' margins; a
 Never run with vLLM itself, which needs a GPU: tested against a small fake of these calls.
 """
 
+import argparse
 import importlib
 import tempfile
 from pathlib import Path
@@ -31,10 +32,15 @@ CONNECTOR = "ExampleHiddenStatesConnector"
 CONNECTOR_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector"
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
     flags = records.parser("record_vllm", __doc__.split("\n")[0])
     flags.add_argument("--experts", action="store_true", help="record the chosen experts too")
-    args = flags.parse_args()
+    return flags
+
+
+def main() -> None:
+    args = parser().parse_args()
     with tempfile.TemporaryDirectory() as folder:
         records.run("record_vllm", lambda: _record(args, Path(folder)))
 

@@ -1,4 +1,4 @@
-"""Features as SpecForge and speculators, by way of vLLM, leave them on disk: one file a sample, read
+"""Features as SpecForge and speculators, with vLLM, leave them on disk: one file a sample, read
 without torch, and without running what is pickled.
 
     SpecForge     **/data_N.ckpt        input_ids, loss_mask [T], hidden_state [1,T,D] after the
@@ -13,6 +13,7 @@ what a file holds is found out by comparison with the target (`identify.py`).
 """
 
 import dataclasses
+import importlib
 import json
 import re
 from pathlib import Path
@@ -63,8 +64,8 @@ class FeatureFiles:
     Attributes:
       files: in the order of their numbers.
       claim: the boundaries that `claim_from` says they are; None where nothing does.
-      masks: of each sample, by the number in its file's name, its ids and its loss mask; empty where
-        masks are in the files themselves, or nowhere.
+      masks: of each sample, by the number in its file's name, its ids and its loss mask; empty
+        where masks are in the files themselves, or nowhere.
     """
 
     path: Path
@@ -173,8 +174,8 @@ class FeatureFiles:
             raise InputError(f"{file}: cannot be read as safetensors ({error})") from error
         if len(shape) != 3 or shape[0] != len(tokens) or shape[1] < 2:
             raise InputError(
-                f"{file}: hidden_states {list(shape)} of {len(tokens)} tokens; expected [T, layers, "
-                "width], and two layers at least: speculators' --include-last-layer adds the last"
+                f"{file}: hidden_states {list(shape)} of {len(tokens)} tokens; expected [T, layers,"
+                " width], and two layers at least: speculators' --include-last-layer adds the last"
             )
         is_said = None
         if self.masks:
@@ -217,7 +218,9 @@ class _TorchFile:
         Raises:
           InputError: they are no states, or of different numbers.
         """
-        shapes = [self.stored[name].shape if name in self.stored else () for name in names]
+        shapes: list[tuple[int, ...]] = [
+            self.stored[name].shape if name in self.stored else () for name in names
+        ]
         is_batch = all(len(shape) == 2 or (len(shape) == 3 and shape[0] == 1) for shape in shapes)
         if not is_batch or len({shape[-2] for shape in shapes}) > 1:
             each = zip(names, shapes, strict=True)
@@ -239,7 +242,7 @@ def _claim(path: Path) -> tuple[tuple[int, ...], str]:
 def _masks(folder: Path) -> dict[int, tuple[list[int], list[int]]]:
     """The ids and loss masks of the rows of a dataset that `datasets` saved."""
     try:
-        from pyarrow import ipc
+        ipc: Any = importlib.import_module("pyarrow.ipc")
     except ImportError as error:
         raise InputError(
             f"{folder}: an Arrow dataset, which says which tokens are the assistant's; "

@@ -120,12 +120,12 @@ def test_a_claim_is_compared_with_what_they_are(tmp_path, target):
         claim_features(found(folder), target, (1, 2, 3), "float32")
     write("speculators", folder, [1, 2, 3, 3])  # as if they were ids of layers' inputs
     assert not identify(folder, target).holds
-    with pytest.raises(ContractError, match=r"(?s)said to be boundaries \(2, 3, 4\).*0 is bound"):
+    with pytest.raises(ContractError, match=r"(?s)to be boundaries \(2, 3, 4\).*0 is bound"):
         claim_features(found(folder), target, None, "float32")
 
 
 def test_without_a_claim(tmp_path, target):
-    """What comparison finds; where it finds nothing, what the user says; where that is wrong, no."""
+    """What comparison finds; where it finds nothing, what the user says; never what is wrong."""
     folder = write("SpecForge", tmp_path / "made")
     made, _ = claim_features(found(folder), target, None, "float32")
     assert made.boundaries.ids == BOUNDARIES and "by comparison" in made.boundaries.origin

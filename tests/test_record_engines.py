@@ -16,6 +16,7 @@ from jaxspec.identify import identify
 from jaxspec.record_comparison import compare_records
 from jaxspec.record_file import RecordFile
 from tests import fake_engines, tiny
+from tests.test_readme import command_lines
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # where they import one another from
@@ -161,6 +162,14 @@ def test_bad_flags(flags, said, record):
 def test_features_of_a_boundary_that_is_not_there(record):
     status, error, _ = record("vllm", "--features", "0,2")
     assert status == 2 and "boundaries [0] were not recorded; " in error and "first layer" in error
+
+
+@pytest.mark.parametrize("engine", PROGRAMS)
+def test_the_protocol(engine):
+    page = (BENCHMARKS / "PROTOCOL.md").read_text("utf-8")
+    (line,) = (line for line in command_lines(page) if f"benchmarks/record_{engine}.py" in line)
+    args = PROGRAMS[engine].parser().parse_args(line[2:])
+    assert (args.tokens, args.features) == (Path("lists.json"), "2,30,58")
 
 
 @pytest.mark.parametrize("engine", PROGRAMS)
