@@ -57,6 +57,7 @@ GOLDENS: dict[str, Callable[[Path, Path], object]] = {
     "tiny-kimi": target("tiny-kimi"),
     "tiny-kimi-bfloat16": target("tiny-kimi", "--expert-product", "bfloat16"),
     "tiny-deepseek": target("tiny-deepseek"),
+    "tiny-k2": target("tiny-k2"),
     "tiny-draft": draft("tiny-draft", "tiny-kimi"),
     "tiny-draft-normed": draft("tiny-draft-normed", "tiny-kimi"),
     "tiny-specforge": draft("tiny-specforge", "tiny-kimi"),
