@@ -21,8 +21,9 @@ def command(entry: dict[str, Any]) -> str:
     """The command that measures a draft on a file of prompts; none where the tree is not said."""
     if not entry["tree"][0].isdigit():
         return ""
+    target = entry.get("target_here", entry["target"])
     return (
-        f"jaxspec generate --target {entry.get('target_here', entry['target'])} --draft {entry['draft']} --tree "
+        f"jaxspec generate --target {target} --draft {entry['draft']} --tree "
         f"{entry['tree']} --mesh 1x8 --batch-size 8 --chat --prompt-file DATA.jsonl "
         "--max-new-tokens 2048 --context-length 8192 --json"
     )
