@@ -70,11 +70,28 @@ def main() -> None:
 
 
 def _write_source(directory: Path, layers: int, experts: int) -> Path:
+    """Layers with a share of Kimi's experts, and about that share of all else they have.
+
+    An expert's matrices have their true size. Vocabulary and dense layer are as small as they are
+    in 61 layers; the vision tower, which is hashed and not converted, is left out.
+    """
+    share = experts / real_layouts.TEXT["n_routed_experts"]
+    heads = round(share * real_layouts.TEXT["num_attention_heads"])
     config = real_layouts.kimi_k25_config(
-        num_hidden_layers=layers, n_routed_experts=experts, vocab_size=32768
+        num_hidden_layers=layers,
+        n_routed_experts=experts,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        intermediate_size=512,
+        vocab_size=2816,
     )
     files = real_layouts.kimi_k25_files(config)
+    files = {name: tensors for name, tensors in files.items() if not _is_vision(tensors)}
     return real_layouts.write(directory, config, files, real_layouts.random_weights(0))
+
+
+def _is_vision(tensors: real_layouts.Tensors) -> bool:
+    return any(name.startswith(("mm_projector", "vision_tower")) for name in tensors)
 
 
 def _copy(source: Path, destination: Path) -> None:

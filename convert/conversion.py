@@ -22,11 +22,11 @@ from typing import Any
 from jaxspec.aliases import Progress
 from jaxspec.convert.hashes import Hashes
 from jaxspec.convert.manifest import FORMAT, MANIFEST, PARTIAL, Manifest, read_manifest, write_whole
-from jaxspec.convert.plan import Piece, Rule, build_piece
+from jaxspec.convert.plan import Piece, Reader, Rule, build_piece
 from jaxspec.convert.prepare import Prepared
 from jaxspec.convert.problems import CheckpointError, Problems
 from jaxspec.convert.source import Source
-from jaxspec.convert.store import remove_unfinished, writing_to
+from jaxspec.convert.store import remove_unfinished, uncache, writing_to
 from jaxspec.convert.stored import is_written, sizes_of
 
 __all__ = ["SOURCE_CONFIG", "copied_from", "files_of", "write_checkpoint"]
@@ -109,15 +109,17 @@ def _fill(
     work = _Work(source, rules, kept, progress)
     _check_room(manifest, partial)
     problems = Problems(str(source.directory))
+    reader = prepared.reader(problems)
     with (
         Hashes(_in_order(source, rules), partial / HASHES) as hashes,
         writing_to(partial / "params") as write,
-        contextlib.closing(_one_ahead(_pieces(prepared, problems, hashes, kept))) as pieces,
+        contextlib.closing(_one_ahead(_pieces(prepared, reader, hashes, kept))) as pieces,
     ):
         hashes.recheck()
         for piece in pieces:
             if not problems.found:
                 write(piece)
+            reader.give_back(piece)
             work.done(piece.name)
             del piece  # before the one after the next is built
         if not problems.found:
@@ -164,15 +166,17 @@ class _Work:
             self._progress("converting", self.done_bytes, self.total_bytes)
 
 
-def _pieces(
-    prepared: Prepared, problems: Problems, hashes: Hashes, kept: set[str]
-) -> Iterator[Piece]:
+def _pieces(prepared: Prepared, reader: Reader, hashes: Hashes, kept: set[str]) -> Iterator[Piece]:
     """The pieces that are not kept, each built when the files it comes from are hashed."""
-    reader = prepared.reader(problems)
-    for name, rules in prepared.rules_by_piece().items():
-        if name not in kept:
-            hashes.wait_for(_files_read(prepared.source, rules))
-            yield build_piece(rules, reader)
+    source, rules = prepared.source, prepared.rules_by_piece()
+    files = {name: _files_read(source, rules[name]) for name in rules if name not in kept}
+    last_of = {file: name for name, of_piece in files.items() for file in of_piece}
+    for name, of_piece in files.items():
+        hashes.wait_for(of_piece)
+        yield build_piece(rules[name], reader)
+        for file in of_piece:
+            if last_of[file] == name:
+                uncache(source.directory / file)
 
 
 def _one_ahead[Item](items: Iterator[Item]) -> Generator[Item, None, None]:

@@ -1,6 +1,7 @@
 """Matrices as checkpoints store them: plain, float8 in blocks, int4 in groups; and many as one."""
 
 import collections
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,8 +15,8 @@ from jaxspec.convert.source import DTYPES, Source
 
 __all__ = ["Matrices", "experts_rules"]
 
-NUM_READERS = 8
-"""Experts read and repacked at once: numpy and file reads run beside each other."""
+NUM_READERS = min(8, os.cpu_count() or 1)
+"""Experts read and repacked at once: what takes long of it runs beside Python."""
 
 
 class Matrices:
@@ -108,8 +109,8 @@ def _experts_rule(
 
     def build(reader: Reader) -> tuple[np.ndarray, ...]:
         first = {kind: arrays_of(reader, (experts.start, kind)) for kind in shape_of}
-        gate_up = [_empty(len(experts), 2, like=array) for array in first["gate"]]
-        down = [_empty(len(experts), like=array) for array in first["down"]]
+        gate_up = [reader.empty((len(experts), 2, *a.shape), a.dtype) for a in first["gate"]]
+        down = [reader.empty((len(experts), *a.shape), a.dtype) for a in first["down"]]
         views = {"gate": [s[:, 0] for s in gate_up], "up": [s[:, 1] for s in gate_up], "down": down}
 
         def fill(slot: tuple[int, str]) -> None:
@@ -145,7 +146,3 @@ def _experts_rule(
     leaves = tuple(f"experts.{kind}{suffix}" for kind in ("gate_up", "down") for suffix in suffixes)
     every_want = tuple(want for slot in slots for want in wants[slot])
     return Rule(piece, layer, leaves, every_want, build, restore, part)
-
-
-def _empty(*lead: int, like: np.ndarray) -> np.ndarray:
-    return np.empty((*lead, *like.shape), like.dtype)

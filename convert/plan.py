@@ -211,6 +211,26 @@ class Reader:
 
     def __init__(self, source: Source, problems: Problems, fp8_block: tuple[int, int]) -> None:
         self._source, self._problems, self._fp8_block = source, problems, fp8_block
+        self._lent: dict[int, np.ndarray] = {}
+        self._free: list[np.ndarray] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """An array to build in, values undefined; of memory that was given back, if there is any.
+
+        The first touch of memory costs more than all that is done in it, on virtual machines above
+        all.
+        """
+        fits = (i for i, a in enumerate(self._free) if (a.shape, a.dtype) == (shape, dtype))
+        index = next(fits, None)
+        array = np.empty(shape, dtype) if index is None else self._free.pop(index)
+        self._lent[id(array)] = array
+        return array
+
+    def give_back(self, piece: Piece) -> None:
+        """Takes the arrays that were lent for a piece that is needed no more."""
+        for leaf in piece.leaves.values():
+            if (array := self._lent.pop(id(leaf), None)) is not None:
+                self._free.append(array)
 
     def read(self, want: Want, rows: range | None = None) -> np.ndarray:
         """The tensor, or some rows of it; bf16 of float8 with scales, f32 of f16."""
