@@ -26,7 +26,7 @@ from jaxspec.convert.plan import Piece, Reader, Rule, build_piece
 from jaxspec.convert.prepare import Prepared
 from jaxspec.convert.problems import CheckpointError, Problems
 from jaxspec.convert.source import Source
-from jaxspec.convert.store import remove_unfinished, uncache, writing_to
+from jaxspec.convert.store import remove_unfinished, writing_to
 from jaxspec.convert.stored import is_written, sizes_of
 
 __all__ = ["SOURCE_CONFIG", "copied_from", "files_of", "write_checkpoint"]
@@ -169,14 +169,12 @@ class _Work:
 def _pieces(prepared: Prepared, reader: Reader, hashes: Hashes, kept: set[str]) -> Iterator[Piece]:
     """The pieces that are not kept, each built when the files it comes from are hashed."""
     source, rules = prepared.source, prepared.rules_by_piece()
-    files = {name: _files_read(source, rules[name]) for name in rules if name not in kept}
-    last_of = {file: name for name, of_piece in files.items() for file in of_piece}
-    for name, of_piece in files.items():
-        hashes.wait_for(of_piece)
+    wanted = {name: _tensors_read(rules[name]) for name in rules if name not in kept}
+    last = {tensor: name for name, tensors in wanted.items() for tensor in tensors}
+    for name, tensors in wanted.items():
+        hashes.wait_for(_files_of(source, tensors))
         yield build_piece(rules[name], reader)
-        for file in of_piece:
-            if last_of[file] == name:
-                uncache(source.directory / file)
+        source.uncache(tensor for tensor in tensors if last[tensor] == name)
 
 
 def _one_ahead[Item](items: Iterator[Item]) -> Generator[Item, None, None]:
@@ -189,15 +187,19 @@ def _one_ahead[Item](items: Iterator[Item]) -> Generator[Item, None, None]:
             del item
 
 
-def _files_read(source: Source, rules: Iterable[Rule]) -> dict[str, None]:
-    """Names of the files that hold what these rules want, in order, once each."""
-    wants = itertools.chain.from_iterable(rule.wants for rule in rules)
-    return dict.fromkeys(source.tensors[name].file for want in wants for name in want.names)
+def _tensors_read(rules: Iterable[Rule]) -> dict[str, None]:
+    """Names of the tensors that these rules read, once each."""
+    return dict.fromkeys(itertools.chain.from_iterable(rule.names for rule in rules))
+
+
+def _files_of(source: Source, tensors: Iterable[str]) -> dict[str, None]:
+    """Names of the files that hold these tensors, in order, once each."""
+    return dict.fromkeys(source.tensors[name].file for name in tensors)
 
 
 def _in_order(source: Source, rules: dict[str, list[Rule]]) -> list[Path]:
     """Every file once: the small ones, then shards as they are needed, then what no rule reads."""
-    read = _files_read(source, itertools.chain.from_iterable(rules.values()))
+    read = _files_of(source, _tensors_read(itertools.chain.from_iterable(rules.values())))
     all_files = {path.name: path for path in files_of(source)}
     small = [name for name in all_files if name not in source.files]
     return [all_files[name] for name in dict.fromkeys((*small, *read, *all_files))]

@@ -117,12 +117,14 @@ class Rule:
     restore: Callable[..., dict[str, np.ndarray]]
     part: Part | None = None
 
+    @property
+    def names(self) -> Iterator[str]:
+        """The tensors it reads."""
+        return itertools.chain.from_iterable(want.names for want in self.wants)
+
     def source_bytes(self, source: Source) -> int:
         """Bytes of what it reads."""
-        total = 0
-        for name in (name for want in self.wants for name in want.names):
-            dtype, shape = DTYPES[source.tensors[name].dtype], source.tensors[name].shape
-            total += math.prod(shape) * dtype.itemsize
+        total = sum(source.tensors[name].num_bytes for name in self.names)
         # A part of a vocabulary reads some rows of one matrix; that of a layer whole experts.
         if self.part is not None and len(self.wants) == 1:
             total = total * self.part.count // self.wants[0].shape[0]

@@ -1,15 +1,18 @@
 """A Hugging Face directory, read lazily: headers first, then one tensor at a time."""
 
 import dataclasses
+import itertools
 import json
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from jaxspec.convert.page_cache import uncache
 from jaxspec.convert.problems import Problems
 from jaxspec.convert.torch_file import read_torch_file
 
@@ -43,6 +46,10 @@ class TensorInfo:
     dtype: str
     shape: tuple[int, ...]
     offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 class Source:
@@ -103,6 +110,19 @@ class Source:
             shape = (len(rows), *info.shape[1:])
             offset += rows.start * math.prod(info.shape[1:]) * dtype.itemsize
         return np.fromfile(path, dtype, count=math.prod(shape), offset=offset).reshape(shape)
+
+    def uncache(self, names: Iterable[str]) -> None:
+        """Gives back the memory in which the system keeps these tensors' bytes."""
+        tensors = [self.tensors[name] for name in names]
+        tensors.sort(key=lambda one: (one.file, one.offset))
+        for file, group in itertools.groupby(tensors, key=lambda one: one.file):
+            # What lies side by side goes at once: a page that two tensors share can only go whole.
+            runs: list[list[int]] = []
+            for one in group:
+                if not runs or runs[-1][1] != one.offset:
+                    runs.append([one.offset, one.offset])
+                runs[-1][1] += one.num_bytes
+            uncache(self.directory / file, runs)
 
     @property
     def index_file(self) -> str:

@@ -23,11 +23,12 @@ from flax import traverse_util
 
 from jaxspec.config import MeshConfig
 from jaxspec.convert.manifest import write_whole
+from jaxspec.convert.page_cache import uncache
 from jaxspec.convert.plan import Piece
 from jaxspec.convert.stored import RECORD, is_written, sizes_of
 from jaxspec.sharding import spec_of
 
-__all__ = ["remove_unfinished", "uncache", "writing_to"]
+__all__ = ["remove_unfinished", "writing_to"]
 
 ROOM_FOR_METADATA = 2**18
 FILE_BYTES = 2**26
@@ -91,18 +92,6 @@ def writing_to(directory: Path) -> Iterator[Callable[[Piece], None]]:
             write_whole(path / RECORD, sizes)
 
         yield write
-
-
-def uncache(path: Path) -> None:
-    """Gives back the memory that the system keeps of a file which is on the disk.
-
-    A conversion reads and writes everything once. What it leaves in the page cache pushes out what
-    others have there; and memory that was in use a moment ago costs a virtual machine a tenth of
-    what fresh memory does.
-    """
-    if hasattr(os, "posix_fadvise"):  # Linux
-        with path.open("rb") as stream:
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _check_room(path: Path, num_bytes: int) -> None:
