@@ -1,4 +1,4 @@
-"""The system's page cache, in which a conversion leaves nothing of what it reads and writes once."""
+"""The page cache, in which a conversion leaves nothing of what it reads and writes once."""
 
 import os
 from collections.abc import Iterable, Sequence

@@ -66,6 +66,9 @@ PIECE_BYTES = 512 * 1024**2
 one matrix, so that neither writing nor loading takes memory in proportion to a layer."""
 
 
+ALIGNMENT = 64
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """Some of a leaf's rows along one axis, which is counted without the layer axis."""
@@ -219,12 +222,17 @@ class Reader:
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """An array to build in, values undefined; of memory that was given back, if there is any.
 
-        The first touch of memory costs more than all that is done in it, on virtual machines above
-        all.
+        The first touch of fresh memory costs more than all that is done in it, on virtual machines
+        above all. It begins where XLA, which is to work on it, would not copy it first.
         """
         fits = (i for i, a in enumerate(self._free) if (a.shape, a.dtype) == (shape, dtype))
-        index = next(fits, None)
-        array = np.empty(shape, dtype) if index is None else self._free.pop(index)
+        if (index := next(fits, None)) is not None:
+            array = self._free.pop(index)
+        else:
+            num_bytes = math.prod(shape) * dtype.itemsize
+            raw = np.empty(num_bytes + ALIGNMENT, np.uint8)
+            start = -raw.ctypes.data % ALIGNMENT
+            array = raw[start : start + num_bytes].view(dtype).reshape(shape)
         self._lent[id(array)] = array
         return array
 
@@ -234,9 +242,15 @@ class Reader:
             if (array := self._lent.pop(id(leaf), None)) is not None:
                 self._free.append(array)
 
-    def read(self, want: Want, rows: range | None = None) -> np.ndarray:
-        """The tensor, or some rows of it; bf16 of float8 with scales, f32 of f16."""
-        array = self._finite(want, rows)
+    def read(
+        self, want: Want, rows: range | None = None, into: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The tensor, or some rows of it; bf16 of float8 with scales, f32 of f16.
+
+        Args:
+          into: an array of its shape and element type that may be used for it.
+        """
+        array = self._finite(want, rows, into)
         if array.dtype == DTYPES[HALF]:
             array = array.astype(np.float32)
         if want.fp8_scale is None:
@@ -249,8 +263,10 @@ class Reader:
         """Notes something wrong with the values of a tensor."""
         self._problems.add(problem)
 
-    def _finite(self, want: Want, rows: range | None = None) -> np.ndarray:
-        array = self._source.read(want.name, rows)
+    def _finite(
+        self, want: Want, rows: range | None = None, into: np.ndarray | None = None
+    ) -> np.ndarray:
+        array = self._source.read(want.name, rows, into)
         if not _holds_non_finite(array):
             return array
         is_bad = ~np.isfinite(array)

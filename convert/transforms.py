@@ -27,16 +27,19 @@ __all__ = [
 
 NIBBLES = 8  # of a 32-bit word
 ZERO_WORD = 0x88888888  # eight times q = 0, stored as q + 8
-TRANSPOSED_ROWS = 16
+TRANSPOSED = 2**14
+"""Elements that are transposed at a time, but 16 rows at least: whole cache lines are written."""
 
 
 def transpose(weight: np.ndarray) -> np.ndarray:
     """[in, out] of torch's [out, in]."""
     out = np.empty(weight.shape[::-1], weight.dtype)
-    # Some rows at a time: written to memory in whole cache lines, four times as fast as at once.
-    for row in range(0, len(weight), TRANSPOSED_ROWS):
-        rows = slice(row, row + TRANSPOSED_ROWS)
-        out[:, rows] = weight[rows].T
+    # As plain bits, which numpy moves faster, and some rows at a time: four times as fast.
+    out_bits, bits = (array.view(f"u{weight.itemsize}") for array in (out, weight))
+    num_rows = max(16, TRANSPOSED // weight.shape[1])
+    for row in range(0, len(weight), num_rows):
+        rows = slice(row, row + num_rows)
+        out_bits[:, rows] = bits[rows].T
     return out
 
 
@@ -153,7 +156,7 @@ def repack_scales(scale: np.ndarray, group_size: int) -> np.ndarray:
         scale = np.repeat(scale, group_size // GROUP, axis=1)
     out, num_groups = scale.shape
     packed = np.zeros((padded(num_groups * GROUP) // GROUP, out), scale.dtype)
-    packed[:num_groups] = scale.T
+    packed[:num_groups] = transpose(scale)
     return packed.reshape(-1, BLOCK // GROUP, out)
 
 
