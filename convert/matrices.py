@@ -85,6 +85,7 @@ def _experts_rule(
     slots = [(expert, kind) for expert in experts for kind in shape_of]
     tensor = {slot: f"{name}{slot[0]}.{slot[1]}_proj" for slot in slots}
     is_packed = quantization.kind == "int4"
+    wants: dict[tuple[int, str], tuple[Want, ...]]
     if is_packed:
         wants = {slot: matrices.packed(tensor[slot], *shape_of[slot[1]]) for slot in slots}
     else:

@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import math
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 import ml_dtypes
@@ -67,6 +68,7 @@ one matrix, so that neither writing nor loading takes memory in proportion to a 
 
 
 ALIGNMENT = 64
+"""Bytes: arrays that begin at a multiple of it XLA reads where they are, others it copies."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,14 +218,13 @@ class Reader:
 
     def __init__(self, source: Source, problems: Problems, fp8_block: tuple[int, int]) -> None:
         self._source, self._problems, self._fp8_block = source, problems, fp8_block
-        self._lent: dict[int, np.ndarray] = {}
+        self._lent = weakref.WeakValueDictionary[int, np.ndarray]()
         self._free: list[np.ndarray] = []
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """An array to build in, values undefined; of memory that was given back, if there is any.
+        """An array to build in, values undefined; one that was given back, if there is one.
 
-        The first touch of fresh memory costs more than all that is done in it, on virtual machines
-        above all. It begins where XLA, which is to work on it, would not copy it first.
+        The first touch of fresh memory can take longer than all that is done in it.
         """
         fits = (i for i, a in enumerate(self._free) if (a.shape, a.dtype) == (shape, dtype))
         if (index := next(fits, None)) is not None:

@@ -83,9 +83,9 @@ def writing_to(directory: Path) -> Iterator[Callable[[Piece], None]]:
             tree = traverse_util.unflatten_dict(piece.leaves, sep=".")
             path = directory.absolute() / piece.name
             _check_room(path, sum(leaf.nbytes for leaf in piece.leaves.values()))
-            options = {"ocdbt_target_data_file_size": FILE_BYTES}
+            args = ocp.args.PyTreeSave(tree, ocdbt_target_data_file_size=FILE_BYTES)
             with _as_os_error(path):
-                checkpointer.save(path, ocp.args.PyTreeSave(tree, **options))
+                checkpointer.save(path, args)
             sizes = sizes_of(path)
             for file in sizes:
                 uncache(path / file)
