@@ -7,7 +7,6 @@ branches: the candidates of fewer levels are the first of those of more, and `tr
 them for every number of nodes. What of each tree is the text's own is what a step would accept.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -101,7 +100,10 @@ class Walker:
         for tree in trees:
             tree.check()
             if tree.branches > self._vocab_size:
-                raise InputError(f"tree {tree}: the draft has {self._vocab_size} tokens")
+                raise InputError(
+                    f"tree {tree}: {tree.branches} branches over a draft vocabulary of "
+                    f"{self._vocab_size}"
+                )
         for prompt, written in texts:
             if len(prompt) + len(written) > self._slots or len(written) - 1 > self._num_roots:
                 raise InputError(f"a text of {len(prompt)} and {len(written)} tokens: too long")
@@ -114,15 +116,11 @@ class Walker:
             arrays = texts_in(pairs, self._batch, self._slots)
             seen, _ = self._read(arrays)
             for number, branches in enumerate(widths):
-                walk, levels, nodes = walks[branches]
-                count_BTAA = self._fetch(walk(seen, arrays))
-                for tree in trees:
-                    if tree.branches != branches:
-                        continue
-                    at = nodes.index(tree.nodes), levels.index(tree.levels)
-                    for (_, written), count_TAA in zip(some, count_BTAA, strict=False):
-                        num_roots = max(len(written) - 1, 0)
-                        found[tree].append(count_TAA[:num_roots, *at].astype(int))
+                mine, walk = walks[branches]
+                count_BTA = self._fetch(walk(seen, arrays))
+                for (_, written), count_TA in zip(some, count_BTA, strict=False):
+                    for tree, count_T in zip(mine, count_TA.T, strict=True):
+                        found[tree].append(count_T[: max(len(written) - 1, 0)].astype(int))
                 if progress is not None:
                     done = index * len(widths) + number + 1
                     progress("walking along the texts", done, len(batches) * len(widths))
@@ -133,7 +131,7 @@ class Walker:
         return target.empty_cache(*shape), draft.empty_cache(*shape)
 
     def _reader(self, empty: Callable[[], Any]) -> Callable[[Texts], Any]:
-        """What gives, of some texts, what the walk needs, and the next tokens' log-probabilities."""
+        """What gives, of texts, all that the walk needs, and log p of each next token."""
 
         def read(params: Any, caches: Any, texts: Texts) -> Any:
             return _read(*nnx.merge(self._graph, params), caches, texts, self._capture)
@@ -145,36 +143,29 @@ class Walker:
         new_caches = jax.jit(empty, out_shardings=devices.shardings(self._cache_shapes))
         of_params, of_caches = specs_of((self._params, self._cache_shapes), devices.config)
         rows = P("data")
-        spread = devices.spread(
-            read, (of_params, of_caches, rows), ((of_caches[1], rows), rows)
-        )
+        spread = devices.spread(read, (of_params, of_caches, rows), ((of_caches[1], rows), rows))
         program = jax.jit(spread)
         return lambda texts: program(self._params, new_caches(), self._put(texts))
 
     def _walk_of(
         self, branches: int, trees: Sequence[TreeConfig]
-    ) -> tuple[Callable[[Any, Texts], Any], list[int], list[int]]:
-        """What walks with all trees of so many branches, [B,T,nodes,levels], and these two axes."""
-        mine = [tree for tree in trees if tree.branches == branches]
-        levels = sorted({tree.levels for tree in mine})
-        nodes = sorted({tree.nodes for tree in mine})
+    ) -> tuple[list[TreeConfig], Callable[[Any, Texts], Any]]:
+        """All trees of so many branches, and what walks with them: [B,T,trees]."""
+        mine = sorted(
+            {tree for tree in trees if tree.branches == branches},
+            key=lambda tree: (tree.nodes, tree.levels),
+        )
 
         def walk(params: Any, seen: Any, texts: Texts) -> Any:
-            models = nnx.merge(self._graph, params)
-            return _walk(*models, seen, texts, branches, levels, nodes, self._num_roots)
+            return _walk(*nnx.merge(self._graph, params), seen, texts, mine, self._num_roots)
 
         devices = self._devices
         if devices is None:
-            program = jax.jit(walk)
-            return functools.partial(program, self._params), levels, nodes
+            return mine, functools.partial(jax.jit(walk), self._params)
         of_params, of_caches = specs_of((self._params, self._cache_shapes), devices.config)
         rows = P("data")
         spread = jax.jit(devices.spread(walk, (of_params, (of_caches[1], rows), rows), rows))
-
-        def on_devices(seen: Any, texts: Texts) -> Any:
-            return spread(self._params, seen, self._put(texts))
-
-        return on_devices, levels, nodes
+        return mine, lambda seen, texts: spread(self._params, seen, self._put(texts))
 
     def _put(self, texts: Texts) -> Any:
         assert self._devices is not None, "a mesh was given"
@@ -231,18 +222,19 @@ def _walk(
     draft: Draft,
     seen: tuple[Any, jax.Array],
     texts: Texts,
-    branches: int,
-    levels: Sequence[int],
-    nodes: Sequence[int],
+    trees: Sequence[TreeConfig],
     num_roots: int,
 ) -> jax.Array:
-    """Drafted tokens accepted from every root, [B,T,nodes,levels]; of trees there are, those count.
+    """Drafted tokens accepted from every root, [B,T,trees].
 
     A tree of fewer levels is made of the same candidates, those further down being impossible.
+
+    Args:
+      trees: of one number of branches, and those of one number of nodes together.
     """
     (cache, recurrent_BSD), borrowed = seen, Borrowed.of(target)
     place_B, slots = jnp.arange(texts.tokens.shape[0]), texts.tokens.shape[1]
-    deepest = max(levels)
+    deepest, branches = max(tree.levels for tree in trees), trees[0].branches
 
     def root(_, index):
         # A root's own row is the one before: it pairs the features there with the root's token.
@@ -263,12 +255,14 @@ def _walk(
             chosen_BJ = jnp.where(after_BJ < texts.text_len[:, None], chosen_BJ, -1)
             return accept(tree, chosen_BJ).count
 
-        each = jnp.asarray(levels, jnp.int32)
-        found = [lax.map(functools.partial(counts, n), each) for n in nodes]
-        return None, jnp.stack(found)
+        found = []
+        for nodes, some in itertools.groupby(trees, lambda tree: tree.nodes):
+            levels_A = jnp.asarray([tree.levels for tree in some], jnp.int32)
+            found.append(lax.map(functools.partial(counts, nodes), levels_A))
+        return None, jnp.concatenate(found)
 
-    _, count_TAAB = lax.scan(root, None, jnp.arange(num_roots, dtype=jnp.int32))
-    return jnp.moveaxis(count_TAAB, -1, 0)
+    _, count_TAB = lax.scan(root, None, jnp.arange(num_roots, dtype=jnp.int32))
+    return jnp.moveaxis(count_TAB, -1, 0)
 
 
 def steps_along(accepted: np.ndarray) -> tuple[int, ...]:
