@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from jaxspec.cli_start import mesh_of
 from jaxspec.errors import InputError
 from jaxspec.flags import (
     CacheFlag,
@@ -27,7 +28,6 @@ from jaxspec.flags import (
     ThinkingFlag,
     TokensFlag,
     given,
-    mesh_of,
     models_of,
 )
 

@@ -41,7 +41,6 @@ __all__ = [
     "dtype_of",
     "given",
     "ids_of",
-    "mesh_of",
     "models_of",
     "rotary_of",
 ]
@@ -253,14 +252,3 @@ def ids_of(flag: str, text: str | None) -> tuple[int, ...] | None:
     if not all(part.isdigit() for part in parts):
         raise InputError(f"{flag} is {text!r}: expected boundaries, as in 2,30,58")
     return tuple(map(int, parts))
-
-
-def mesh_of(text: str | None, cache: CacheLayout | None) -> "MeshConfig | None":
-    """The mesh, if one was asked for."""
-    from jaxspec.config import MeshConfig
-
-    if text is None:
-        if cache is not None:
-            raise InputError(f"--cache {cache} is of a mesh: give one with --mesh, as in 1x8")
-        return None
-    return MeshConfig.parse(text, cache or "replicated")
