@@ -168,8 +168,9 @@ class Walker:
         return mine, lambda seen, texts: spread(self._params, seen, self._put(texts))
 
     def _put(self, texts: Texts) -> Any:
-        assert self._devices is not None, "a mesh was given"
-        return jax.tree.map(lambda array: self._devices.put_as(array, P("data")), texts)
+        devices = self._devices
+        assert devices is not None, "a mesh was given"
+        return jax.tree.map(lambda array: devices.put_as(array, P("data")), texts)
 
     def _fetch(self, tree: Any) -> Any:
         return jax.device_get(tree) if self._devices is None else self._devices.fetch(tree)

@@ -3,13 +3,23 @@
 import numpy as np
 import pytest
 
+from jaxspec import (
+    SHIPPED_DRAFT,
+    SHIPPED_PROMPTS,
+    SHIPPED_TARGET,
+    Numerics,
+    load_draft,
+    load_target,
+    load_tokenizer,
+)
 from jaxspec.config import TreeConfig
 from jaxspec.errors import InputError
 from jaxspec.generator import GenerateConfig, Generator
-from jaxspec.requests import Request
+from jaxspec.prompts import encode_prompts, read_prompts
+from jaxspec.requests import Completion, Request
 from jaxspec.walk import Walker, steps_along
+from tests.reference import formulas
 
-TREES = [TreeConfig.parse(text) for text in ("1x1x2", "3x1x4", "1x3x4", "2x3x4", "3x3x9")]
 NEW = 24
 
 
@@ -25,33 +35,67 @@ def requests() -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def runs(target, draft, requests) -> dict[TreeConfig, list]:
-    """What the real steps gave with each tree."""
-    return {
-        tree: Generator(target, draft, GenerateConfig(tree, NEW, 48, 5, 16))
-        .run(requests)
-        .completions
-        for tree in TREES
-    }
-
-
-@pytest.fixture(scope="module")
 def walker(target, draft) -> Walker:
     return Walker(target, draft, 48, NEW, batch_size=3)
 
 
-def test_finds_every_step_of_the_real_runs(walker, requests, runs):
-    """All trees from one pass over the text of one of them; a batch that is not full."""
+def run(target, draft, requests, tree: TreeConfig, slots: int) -> tuple[Completion, ...]:
+    """What the real steps give."""
+    config = GenerateConfig(tree, NEW, slots, len(requests), 16)
+    return Generator(target, draft, config).run(requests).completions
+
+
+def compare(target, draft, walker, requests, trees) -> None:
+    """Every step of every tree, along the text that the first one's run gave."""
+    runs = {tree: run(target, draft, requests, tree, 48) for tree in trees}
     texts = [
         (request.prompt_ids, done.tokens)
-        for request, done in zip(requests, runs[TREES[0]], strict=True)
+        for request, done in zip(requests, runs[trees[0]], strict=True)
     ]
-    found = walker.accepted(texts, TREES)
-    assert sum(sum(done.accepted) for done in runs[TREES[-1]]) > 20
-    for tree in TREES:
+    found = walker.accepted(texts, trees)
+    assert sum(sum(done.accepted) for done in runs[trees[-1]]) > 20
+    for tree in trees:
         for done, (_, written), accepted in zip(runs[tree], texts, found[tree], strict=True):
             assert done.tokens == written
             assert steps_along(accepted) == done.accepted
+
+
+def test_finds_every_step_of_a_real_run(target, draft, walker, requests):
+    """With branches, greedy and sampled; a batch that is not full."""
+    compare(target, draft, walker, requests, [TreeConfig(2, 3, 6)])
+
+
+@pytest.mark.slow
+def test_finds_every_step_of_many_trees(target, draft, walker, requests):
+    """From one pass: chains, one level, trees that share their candidates."""
+    trees = ("1x1x2", "3x1x4", "1x3x4", "2x3x4", "3x3x9")
+    compare(target, draft, walker, requests, [TreeConfig.parse(tree) for tree in trees])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_six_trees_of_the_shipped_pair(temperature):
+    """Within 3 % of the accept_length of real runs, near-ties of rounding included."""
+    numerics = Numerics("float32")
+    target = load_target(SHIPPED_TARGET, numerics)
+    draft = load_draft(SHIPPED_DRAFT, numerics, target=target)
+    prompts = encode_prompts(read_prompts(SHIPPED_PROMPTS), load_tokenizer(SHIPPED_TARGET))[:8]
+    requests = [Request(p.ids, temperature, seed=i) for i, p in enumerate(prompts)]
+    trees = [
+        TreeConfig.parse(tree) for tree in ("1x1x2", "3x1x4", "6x1x7", "2x4x6", "3x4x16", "5x8x24")
+    ]
+    config = GenerateConfig(None, 48, 128, 8)
+    plain = Generator(target, None, config).run(requests).completions
+    walker = Walker(target, draft, 128, 47, 8)
+    texts = [(r.prompt_ids, done.tokens) for r, done in zip(requests, plain, strict=True)]
+    walked = walker.accepted(texts, trees)
+    for tree in trees:
+        config = GenerateConfig(tree, 48, 128, 8)
+        real = Generator(target, draft, config).run(requests).completions
+        steps = [count for done in real for count in done.accepted]
+        found = [count for accepted in walked[tree] for count in steps_along(accepted)]
+        length, foretold = (1 + sum(some) / len(some) for some in (steps, found))
+        assert foretold == pytest.approx(length, rel=0.03), tree
 
 
 def test_surprise(walker, reference_target):
@@ -61,8 +105,7 @@ def test_surprise(walker, reference_target):
     assert np.isnan(found[2])
     for ids, mine in zip(prompts, found, strict=True):
         if len(ids) > 1:
-            logits = reference_target.run(ids).logits[:-1]
-            log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+            log_p = formulas.log_softmax(reference_target.run(ids).logits[:-1])
             wanted = -np.mean([row[i] for row, i in zip(log_p, ids[1:], strict=True)])
             assert mine == pytest.approx(wanted, rel=1e-4)
 
@@ -73,7 +116,7 @@ def test_steps_along():
 
 
 def test_refuses_what_it_cannot_walk(walker):
-    with pytest.raises(InputError, match="branches"):
+    with pytest.raises(InputError, match="30 branches over a draft vocabulary of 20"):
         walker.accepted([((1,), (2, 3))], [TreeConfig(1, 30, 2)])
     with pytest.raises(InputError, match="too long"):
-        walker.accepted([((1,), tuple(range(2, 60)))], [TREES[0]])
+        walker.accepted([((1,), tuple(range(2, 60)))], [TreeConfig(1, 1, 2)])
