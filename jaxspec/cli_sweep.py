@@ -84,7 +84,7 @@ def sweep(
         typer.Option(
             metavar="NAME=VALUE,VALUE",
             help="Time again in fresh processes, under every combination of these environment "
-            "variables; may be repeated. Default: none.",
+            "variables, an empty VALUE being none; may be repeated. Default: none.",
         ),
     ] = None,
     plan: Annotated[

@@ -40,7 +40,7 @@ __all__ = ["DEFAULT_GRID", "SweepConfig", "grid", "measure", "sweep"]
 
 NO_ENV: Mapping[str, str] = MappingProxyType({})
 NUM_CORNERS = 5
-CORNER_ROUNDS = 2
+CORNER_ROUNDS = 3
 MOST_STEPS = 32
 """In one timed call of a step."""
 FEWEST_JUDGED = 8
@@ -425,10 +425,19 @@ def _corners(trees: Sequence[TreeConfig], count: int) -> list[TreeConfig]:
 def _guess_ms(
     timed: Sequence[TreeConfig], ms: Sequence[float], trees: Sequence[TreeConfig]
 ) -> np.ndarray:
-    """Step times of trees by least squares from some: so much a step, a level, a beam of one, a
-    node."""
+    """Step times of trees from those of some: so much a step, a level, a beam of one, a node.
+
+    Least squares of relative errors; nothing costs less than nothing.
+    """
 
     def terms(some: Sequence[TreeConfig]) -> np.ndarray:
         return np.array([[1, t.levels, t.levels * t.branches, t.nodes] for t in some], float)
 
-    return terms(trees) @ np.linalg.lstsq(terms(timed), np.asarray(ms), rcond=None)[0]
+    per_ms = terms(timed) / np.asarray(ms)[:, None]
+    cost, free = np.zeros(per_ms.shape[1]), np.ones(per_ms.shape[1], bool)
+    while True:
+        cost[free] = np.linalg.lstsq(per_ms[:, free], np.ones(len(ms)), rcond=None)[0]
+        if (cost >= 0).all():
+            return terms(trees) @ cost
+        free &= cost > 0
+        cost[~free] = 0

@@ -142,10 +142,11 @@ def _in_fresh_processes(flags: SweepFlags, display: Display) -> SweepLog:
         for number, (env, num_rounds) in enumerate(turns, start=1):
             name = " ".join(f"{key}={value}" for key, value in env.items())
             display.say(f"{number} of {len(turns)}: {name}")
+            there = {key: value for key, value in (os.environ | dict(env)).items() if value}
             done = subprocess.run(
                 [sys.executable, "-c", CHILD],
                 input=pickle.dumps((alone, env, num_rounds)),
-                env=os.environ | dict(env),
+                env=there,
                 check=False,
             )
             if done.returncode:

@@ -142,7 +142,7 @@ def test_predictions(monkeypatch):
         steps = [SimpleNamespace(tree=str(tree)) for tree in config.trees]
         return SimpleNamespace(
             target="kimi", context_length=9, steps=steps, break_even=lambda step: 2.0,
-            tokens_per_s=lambda step, length: 100 * length,
+            tokens_per_s=lambda step, length: 111 * length,
         )  # fmt: skip
 
     monkeypatch.setattr(sweep_run, "plan", plan)
@@ -150,16 +150,16 @@ def test_predictions(monkeypatch):
     (config,) = asked
     assert (config.target, str(config.mesh), config.batch_size) == (None, "1x8", 2)
     assert set(map(str, config.trees)) == {"1x1x2", "4x1x5"}
-    assert found.trees["4x1x5"] == (250.0, 1.25) and found.best == "4x1x5"
+    assert found.trees["4x1x5"] == (277.5, 1.25) and found.best == "4x1x5"
     console = Console(width=160, record=True, file=io.StringIO())
     report = dataclasses.replace(report, predicted=(found,))
     show_sweep(report, console)
     measured, _, predicted = console.export_text().partition("predicted, on H200s")
-    assert "250.0" in predicted and "250.0" not in measured
+    assert "277.5" in predicted and "277.5" not in measured
     assert "4x1x5, 1.25 times plain decoding" in predicted
     (told,) = report.to_dict()["predicted"]
     assert (told["kind"], told["best"]) == ("predicted", "4x1x5")
-    assert told["trees"]["4x1x5"] == {"tokens_per_s": 250.0, "speed": 1.25}
+    assert told["trees"]["4x1x5"] == {"tokens_per_s": 277.5, "speed": 1.25}
 
 
 @pytest.mark.slow
