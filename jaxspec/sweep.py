@@ -45,6 +45,8 @@ MOST_STEPS = 32
 """In one timed call of a step."""
 FEWEST_JUDGED = 8
 """Tokens of a prompt below which it cannot be told from random ones by itself."""
+MOST_NAMED = 16
+"""Trees whose names all stand in a log's first line."""
 WALK_BATCH = 32
 """Texts at a time."""
 
@@ -180,7 +182,7 @@ def _header(
     mesh = target.numerics.mesh
     flags = {
         **dataclasses.asdict(config),
-        "trees": " ".join(map(str, config.trees)),
+        "trees": _named(config.trees),
         "batch_sizes": list(config.batch_sizes),
         "dtype": target.numerics.dtype,
         "mesh": None if mesh is None else f"{mesh} {mesh.cache}",
@@ -193,6 +195,14 @@ def _header(
         "machine": machine(),
         "flags": flags,
     }
+
+
+def _named(trees: Sequence[TreeConfig]) -> str:
+    """All of them, or of many how many and which."""
+    names = " ".join(map(str, trees))
+    if len(trees) <= MOST_NAMED:
+        return names
+    return f"{len(trees)} ({hashlib.sha256(names.encode()).hexdigest()[:12]})"
 
 
 def _texts(
@@ -273,119 +283,127 @@ def _surprise(walker: Walker, prompts: Sequence[Text], vocab_size: int) -> tuple
     return mean, uniform
 
 
+@dataclasses.dataclass
 class _Timer:
     """Times trees at one batch size; what the log has already is not timed again."""
 
-    def __init__(
-        self,
-        target: Target,
-        draft: Draft,
-        config: SweepConfig,
-        texts: Sequence[Mapping[str, Any]],
-        batch_size: int,
-        log: SweepLog,
-        env: Mapping[str, str],
-        show: Progress,
-    ) -> None:
-        self._models, self._config, self._texts = (target, draft), config, texts
-        self._batch, self._log, self._env, self._show = batch_size, log, env, show
-        longest = max(len(text["prompt_ids"]) for text in texts)
-        self._slots = longest + config.max_new_tokens
-        self._generators: dict[str, Generator] = {}
-        walk = log.find("walk")
-        assert walk is not None, "it comes before"
-        self._lengths = {
-            name: sum(len(one) + sum(one) for one in steps) / sum(map(len, steps))
-            for name, steps in walk["steps"].items()
-        }
+    target: Target
+    draft: Draft
+    config: SweepConfig
+    texts: Sequence[Mapping[str, Any]]
+    batch_size: int
+    log: SweepLog
+    env: Mapping[str, str]
+    show: Progress
+    generators: dict[str, Generator] = dataclasses.field(default_factory=dict)
 
     def run(self, num_rounds: int) -> None:
         """Rounds up to a number; after the last, as many runs of the fastest over whole texts."""
-        here = {"env": self._env, "batch_size": self._batch}
-        missing = [r for r in range(num_rounds) if self._log.find("round", **here, round=r) is None]
-        label, done = f"timing, batch {self._batch}", 0
+        here = {"env": self.env, "batch_size": self.batch_size}
+        missing = [r for r in range(num_rounds) if self.log.find("round", **here, round=r) is None]
+        label, done = f"timing, batch {self.batch_size}", 0
         if missing:
             names = [PLAIN, *self._timed_trees()]
+            self._compile(names)
             for number in missing:
-                texts = self._texts_of(number, self._batch)
+                texts = self._texts_of(number, self.batch_size)
                 order = names if number % 2 else names[::-1]
                 cells = {}
                 for name in order:
                     cells[name] = self._call(name, texts)
                     done += 1
-                    self._show(label, done, len(missing) * len(names))
+                    self.show(label, done, len(missing) * len(names))
                 in_order = {name: cells[name] for name in names}
-                self._log.append("round", **here, round=number, texts=texts, cells=in_order)
-        if num_rounds < self._config.rounds:
+                self.log.append("round", **here, round=number, texts=texts, cells=in_order)
+        if num_rounds < self.config.rounds:
             return
-        report = report_of(self._log.header, self._log.entries, "")
-        setting = next(one for one in report.settings if one.env == self._env)
-        best = next(b for b in setting.batches if b.batch_size == self._batch).best.tree
+        report = report_of(self.log.header, self.log.entries, "")
+        setting = next(one for one in report.settings if one.env == self.env)
+        best = next(b for b in setting.batches if b.batch_size == self.batch_size).best.tree
         for number in range(num_rounds):
-            if self._log.find("whole", **here, round=number, tree=best) is None:
-                texts = self._texts_of(number, max(self._batch, 4))
+            if self.log.find("whole", **here, round=number, tree=best) is None:
+                texts = self._texts_of(number, max(self.batch_size, 4))
                 order = (PLAIN, best) if number % 2 else (best, PLAIN)
                 cells = {name: self._whole(name, texts) for name in order}
-                self._log.append("whole", **here, round=number, tree=best, texts=texts, cells=cells)
-            self._show(f"{best} over whole texts", number + 1, num_rounds)
+                self.log.append("whole", **here, round=number, tree=best, texts=texts, cells=cells)
+            self.show(f"{best} over whole texts", number + 1, num_rounds)
 
     def _timed_trees(self) -> list[str]:
         """What is timed at this batch size, under whatever environment: the corners first."""
-        known = self._log.find("trees", batch_size=self._batch)
+        known = self.log.find("trees", batch_size=self.batch_size)
         if known is not None:
             return known["trees"]
-        trees = self._config.trees
+        trees, lengths = self.config.trees, self._accept_lengths()
         chosen = _corners(trees, NUM_CORNERS)
-        if len(trees) <= NUM_CORNERS + self._config.num_timed:
+        if len(trees) <= NUM_CORNERS + self.config.num_timed:
             chosen = list(trees)
         else:
-            names, label = [PLAIN, *map(str, chosen)], f"corners of the grid, batch {self._batch}"
+            names, label = (
+                [PLAIN, *map(str, chosen)],
+                f"corners of the grid, batch {self.batch_size}",
+            )
+            self._compile(names)
             ms: dict[str, list[float]] = {name: [] for name in names}
             for number, name in itertools.product(range(CORNER_ROUNDS), names):
-                cell = self._call(name, self._texts_of(number, self._batch))
+                cell = self._call(name, self._texts_of(number, self.batch_size))
                 ms[name].append(cell["ms"] / cell["steps"])
-                self._show(label, sum(map(len, ms.values())), CORNER_ROUNDS * len(names))
+                self.show(label, sum(map(len, ms.values())), CORNER_ROUNDS * len(names))
             least = {name: min(values) for name, values in ms.items()}
             guess_ms = _guess_ms(chosen, [least[str(tree)] for tree in chosen], trees)
             promise = {
-                tree: self._lengths[str(tree)] / max(guess, least[PLAIN])
+                tree: lengths[str(tree)] / max(guess, least[PLAIN])
                 for tree, guess in zip(trees, guess_ms, strict=True)
                 if tree not in chosen
             }
-            chosen += sorted(promise, key=lambda tree: -promise[tree])[: self._config.num_timed]
+            chosen += sorted(promise, key=lambda tree: -promise[tree])[: self.config.num_timed]
         timed = [str(tree) for tree in chosen]
-        self._log.append("trees", batch_size=self._batch, trees=timed)
+        self.log.append("trees", batch_size=self.batch_size, trees=timed)
         return timed
+
+    def _accept_lengths(self) -> dict[str, float]:
+        """Of every tree, along all texts."""
+        walk = self.log.find("walk")
+        assert walk is not None, "it comes before"
+        return {
+            name: 1 + sum(map(sum, steps)) / sum(map(len, steps))
+            for name, steps in walk["steps"].items()
+        }
 
     def _texts_of(self, number: int, count: int) -> list[int]:
         """The texts of a round, one for each place: the next ones, around and around."""
-        return [(number * count + b) % len(self._texts) for b in range(count)]
+        return [(number * count + b) % len(self.texts) for b in range(count)]
+
+    def _compile(self, names: Sequence[str]) -> None:
+        """Before anything is timed, so that what is compared is timed one after another."""
+        for index, name in enumerate(names, start=1):
+            self._generator(name)
+            self.show(f"compiling, batch {self.batch_size}", index, len(names))
 
     def _generator(self, name: str) -> Generator:
         """Compiled, and run once."""
-        if name in self._generators:
-            return self._generators[name]
-        target, draft = self._models
+        if name in self.generators:
+            return self.generators[name]
         tree = None if name == PLAIN else TreeConfig.parse(name)
+        longest = max(len(text["prompt_ids"]) for text in self.texts)
         config = GenerateConfig(
             tree,
-            self._config.max_new_tokens,
-            self._slots,
-            self._batch,
+            self.config.max_new_tokens,
+            longest + self.config.max_new_tokens,
+            self.batch_size,
             ignore_eos=True,
-            steps_per_call=self._config.num_steps(tree),
+            steps_per_call=self.config.num_steps(tree),
         )
-        generator = Generator(target, None if tree is None else draft, config)
-        generator.run(self._requests(self._texts_of(0, self._batch)))
-        self._generators[name] = generator
+        generator = Generator(self.target, None if tree is None else self.draft, config)
+        generator.run(self._requests(self._texts_of(0, self.batch_size)))
+        self.generators[name] = generator
         return generator
 
     def _requests(self, texts: Sequence[int]) -> list[Request]:
         return [
             Request(
-                tuple(self._texts[index]["prompt_ids"]),
-                self._config.temperature,
-                seed=self._texts[index]["seed"],
+                tuple(self.texts[index]["prompt_ids"]),
+                self.config.temperature,
+                seed=self.texts[index]["seed"],
             )
             for index in texts
         ]

@@ -175,6 +175,7 @@ def test_goes_on(target, draft, prompts, swept, tmp_path, monkeypatch):
         return json.loads(lines[6])["cells"][name]
 
     monkeypatch.setattr(sweeping, "write_on", write_on)
+    monkeypatch.setattr(sweeping._Timer, "_compile", lambda *_: None)
     monkeypatch.setattr(sweeping._Timer, "_call", call)
     monkeypatch.setattr(sweeping._Timer, "_whole", whole)
     sweep(target, draft, prompts, CONFIG, out=path)
