@@ -37,6 +37,9 @@ JSON_LINES = (".jsonl", ".ndjson", ".json")
 class Recorded(Protocol):
     """Features of windows, kept somewhere; see `features.FeaturesDirectory`."""
 
+    @property
+    def is_normed(self) -> bool: ...
+
     def read(self, rows: np.ndarray) -> tuple[Features, np.ndarray]: ...
 
 
@@ -122,10 +125,11 @@ class Windows:
 
     def batch(self, rows: np.ndarray) -> Batch:
         """Some of them as a batch."""
-        features, hidden = None, None
-        if self.recorded is not None and self.rows is not None:
-            features, hidden = self.recorded.read(self.rows[rows])
-        return Batch(self.tokens[rows], self.lengths[rows], self.is_learned[rows], features, hidden)
+        given = self.tokens[rows], self.lengths[rows], self.is_learned[rows]
+        if self.recorded is None or self.rows is None:
+            return Batch(*given)
+        features, hidden = self.recorded.read(self.rows[rows])
+        return Batch(*given, features, hidden, self.recorded.is_normed)
 
     def batches(
         self, batch_size: int, seed: int, begin: int, end: int
