@@ -20,10 +20,12 @@ from jaxspec.doctor_run import check_texts, prompt_texts
 from jaxspec.environment import start_jax
 from jaxspec.errors import InputError
 from jaxspec.plan import plan
+from jaxspec.plan_compile import absent_devices
 from jaxspec.plan_models import PlanConfig, abstract_models
 from jaxspec.plan_report import work_ms
 from jaxspec.report import command
-from jaxspec.sweep import NO_ENV, SweepConfig, measure
+from jaxspec.sweep import NO_ENV, measure
+from jaxspec.sweep_config import SweepConfig
 from jaxspec.sweep_log import SweepLog
 from jaxspec.sweep_report import Prediction, SweepReport, report_of
 from jaxspec.traffic import StepShape, work_of_step
@@ -93,6 +95,8 @@ def run_sweep(flags: SweepFlags, display: Display) -> SweepReport:
             f"--context-length {flags.context_length} has no room for a prompt and "
             f"--max-new-tokens {flags.config.max_new_tokens}"
         )
+    if flags.plan is not None:
+        absent_devices(flags.plan)  # before minutes are spent on what cannot be finished
     if flags.envs:
         log = _in_fresh_processes(flags, display)
     else:
