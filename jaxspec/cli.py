@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from jaxspec.aliases import CacheLayout
 from jaxspec.cli_compare import compare
 from jaxspec.cli_doctor import doctor
 from jaxspec.cli_export import export
 from jaxspec.cli_plan import plan
+from jaxspec.cli_profile import profile
 from jaxspec.cli_score import score
 from jaxspec.cli_train import train_draft
 from jaxspec.errors import InputError
@@ -31,6 +31,7 @@ from jaxspec.flags import (
     DraftFlag,
     DraftRotaryFlag,
     DtypeFlag,
+    ImplementationFlag,
     JoinTimeoutFlag,
     JsonFlag,
     MeshFlag,
@@ -42,13 +43,14 @@ from jaxspec.flags import (
     ThinkingFlag,
     TokensFlag,
     ids_of,
+    mesh_of,
     models_of,
     rotary_of,
 )
 from jaxspec.version import version
 
 if TYPE_CHECKING:
-    from jaxspec.config import MeshConfig, TreeConfig
+    from jaxspec.config import TreeConfig
 
 __all__ = ["app", "main"]
 
@@ -160,13 +162,7 @@ def generate(
     num_processes: NumProcessesFlag = None,
     process_index: ProcessIndexFlag = None,
     join_timeout: JoinTimeoutFlag = None,
-    implementation: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Of the kernels: mosaic or xla. Default: each takes mosaic where that can run.",
-        ),
-    ] = None,
+    implementation: ImplementationFlag = None,
     ceiling: Annotated[
         bool,
         typer.Option(
@@ -197,7 +193,7 @@ def generate(
     if ceiling and draft == "none":
         raise InputError("--ceiling is of a tree, and --draft none has none")
     drafted = (draft, capture, capture_convention, draft_rotary)
-    models = models_of(target, drafted, dtype, implementation, _mesh(mesh, cache))
+    models = models_of(target, drafted, dtype, implementation, mesh_of(mesh, cache))
     sglang = (speculative_num_steps, speculative_eagle_topk, speculative_num_draft_tokens)
     flags = GenerateFlags(
         models=models,
@@ -319,7 +315,7 @@ def record(
             raise InputError("--boundaries and --top are of a record; --features keeps its own")
         ids = ids_of("--capture", capture)
         drafted = (draft, None, capture_convention, draft_rotary)
-        models = models_of(target, drafted, dtype, None, _mesh(mesh, cache))
+        models = models_of(target, drafted, dtype, None, mesh_of(mesh, cache))
         with Display() as display:
             made = run_record_features(models, prompts, ids, length or 512, out, display)
         if as_json and is_first():
@@ -328,7 +324,7 @@ def record(
     if length is not None:
         raise InputError("--length is of --features: a record takes prompts as they are")
     drafted = (draft, capture, capture_convention, draft_rotary)
-    models = models_of(target, drafted, dtype, None, _mesh(mesh, cache))
+    models = models_of(target, drafted, dtype, None, mesh_of(mesh, cache))
     kept = () if boundaries == "none" else ids_of("--boundaries", boundaries)
     with Display() as display:
         done = run_record(
@@ -502,17 +498,6 @@ def _join(context: typer.Context) -> None:
     check_agreement(shared | {"version of jaxspec": version()})
 
 
-def _mesh(text: str | None, cache: CacheLayout | None) -> "MeshConfig | None":
-    """The mesh, if one was asked for."""
-    from jaxspec.config import MeshConfig
-
-    if text is None:
-        if cache is not None:
-            raise InputError(f"--cache {cache} is of a mesh: give one with --mesh, as in 1x8")
-        return None
-    return MeshConfig.parse(text, cache or "replicated")
-
-
 def _tree(
     text: str | None, sglang: tuple[int | None, int | None, int | None], has_draft: bool
 ) -> "TreeConfig | None":
@@ -539,7 +524,7 @@ def _tree(
     return tree
 
 
-for command in (plan, export, compare, score, doctor, train_draft):
+for command in (plan, profile, export, compare, score, doctor, train_draft):
     app.command()(command)
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "DraftFlag",
     "DraftRotaryFlag",
     "DtypeFlag",
+    "ImplementationFlag",
     "JoinTimeoutFlag",
     "JsonFlag",
     "MeshFlag",
@@ -38,9 +39,11 @@ __all__ = [
     "TargetFlag",
     "ThinkingFlag",
     "TokensFlag",
+    "TreesFlag",
     "dtype_of",
     "given",
     "ids_of",
+    "mesh_of",
     "models_of",
     "rotary_of",
 ]
@@ -96,6 +99,21 @@ DtypeFlag = Annotated[
     typer.Option(
         "--dtype",
         help="Of weights, activations and caches. Default: float32 on a CPU, bfloat16 elsewhere.",
+    ),
+]
+ImplementationFlag = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Of the kernels: mosaic or xla. Default: each takes mosaic where that can run.",
+    ),
+]
+TreesFlag = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tree",
+        metavar="LEVELSxBRANCHESxNODES",
+        help=f"Shape of the draft tree; may be repeated. Default: {DEFAULT_TREE}.",
     ),
 ]
 MeshFlag = Annotated[
@@ -228,6 +246,17 @@ def models_of(
     numerics = Numerics(dtype_of(dtype), implementation=cast("Any", implementation), mesh=mesh)
     choice = rotary_of(rotary)
     return ModelFlags(target, draft, ids_of("--capture", capture), convention, choice, numerics)
+
+
+def mesh_of(text: str | None, cache: CacheLayout | None) -> "MeshConfig | None":
+    """The mesh, if one was asked for."""
+    from jaxspec.config import MeshConfig
+
+    if text is None:
+        if cache is not None:
+            raise InputError(f"--cache {cache} is of a mesh: give one with --mesh, as in 1x8")
+        return None
+    return MeshConfig.parse(text, cache or "replicated")
 
 
 def dtype_of(dtype: Dtype | None) -> Dtype:

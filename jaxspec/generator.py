@@ -232,6 +232,32 @@ class Generator:
         """
         return Stream(self, requests, should_stop)
 
+    def admit(self, requests: Sequence[Request]) -> float:
+        """Milliseconds that it takes to begin these requests anew, whatever ran before.
+
+        With `decode`, for who measures: the programs that `stream` runs, one call at a time.
+        """
+        self._current = None  # an earlier run has lost its places
+        self._set_idle(np.ones(self.config.batch_size, bool))
+        return self._timed(self._prefill, self._admission(dict(enumerate(requests))))
+
+    def decode(self) -> float:
+        """Milliseconds that the next `steps_per_call` steps take, all in one call.
+
+        Raises:
+          RuntimeError: a request ended, or target or draft computed something that is not finite.
+        """
+        took_ms = self._timed(self._decode, np.int32(self.config.steps_per_call))
+        status = self._fetch(self._state.status)
+        if (status != Status.RUNNING).any():
+            raise RuntimeError(f"requests came to an end within the steps: status {status}")
+        return took_ms
+
+    @property
+    def decode_hlo(self) -> str:
+        """The text of the compiled program that `decode` runs."""
+        return self._decode.as_text()
+
     def check(self, requests: Sequence[Request]) -> None:
         """Raises InputError for requests that cannot be served whatever the capacity."""
         for index, request in enumerate(requests):

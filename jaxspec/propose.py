@@ -139,5 +139,7 @@ def propose(
 
     deeper = None
     if levels > 1:
-        _, deeper = lax.scan(level, (scratch, beams), jnp.arange(1, levels, dtype=jnp.int32))
-    return build_from_levels(root_B, first, deeper, nodes=shape.nodes)
+        with jax.named_scope("levels"):
+            _, deeper = lax.scan(level, (scratch, beams), jnp.arange(1, levels, dtype=jnp.int32))
+    with jax.named_scope("tree"):
+        return build_from_levels(root_B, first, deeper, nodes=shape.nodes)
