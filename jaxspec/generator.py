@@ -233,7 +233,7 @@ class Generator:
         return Stream(self, requests, should_stop)
 
     def admit(self, requests: Sequence[Request]) -> float:
-        """Milliseconds that it takes to begin these requests anew, whatever ran before.
+        """Milliseconds that it takes to begin these requests, one for each place of the batch.
 
         With `decode`, for who measures: the programs that `stream` runs, one call at a time.
         """

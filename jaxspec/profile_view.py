@@ -9,7 +9,15 @@ from rich.table import Table
 from jaxspec.phases import PHASES
 from jaxspec.picture import save_picture
 from jaxspec.plan_report import in_units
-from jaxspec.profile_report import METHOD, ORDER, ProfileReport, StepProfile
+from jaxspec.profile_report import (
+    CALL,
+    COLLECTIVES,
+    METHOD,
+    ORDER,
+    UNKNOWN,
+    ProfileReport,
+    StepProfile,
+)
 
 __all__ = ["draw", "show", "verdict"]
 
@@ -19,8 +27,11 @@ FILLS = {
     "accept": ("0.9", ("///",)),
     "commit": ("0.9", ("xxx",)),
     "extend": ("0.8", ("",)),
+    COLLECTIVES: ("0.5", ("+++",)),
+    UNKNOWN: ("white", ("ooo",)),
+    CALL: ("white", ("...",)),
 }
-"""A grey for each phase, and hatches for its parts; of what is no phase, white."""
+"""A grey for each phase, and hatches for its parts; white for the rest."""
 
 
 def show(report: ProfileReport, console: Console) -> None:
@@ -33,7 +44,7 @@ def show(report: ProfileReport, console: Console) -> None:
     for line in (
         *(f"{_name(step)}: {_shares(step)}" for step in r.steps),
         f"measured: {r.target}, {draft}; {r.dtype} on {where}; batch {len(r.prompt_lens)}, prompts "
-        f"of {lens} tokens, context {r.context_length}; {kernels}",
+        f"of {lens} tokens, context {r.context_length}, {r.num_steps} steps a call; {kernels}",
         f"machine: {r.machine}, jax {r.jax_version}; command: {r.command}",
     ):
         console.print(line, soft_wrap=True, highlight=False)
@@ -69,7 +80,7 @@ def _shares(step: StepProfile) -> str:
 
 def _phases(report: ProfileReport) -> Table:
     table = Table(
-        title=f"A step, ms, measured over {report.num_steps} steps a call: share, idle, operations",
+        title="A step: ms, share, idle ms, operations; measured",
         title_justify="left",
         title_style="bold",
     )
