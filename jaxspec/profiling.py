@@ -15,10 +15,10 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.profiler import ProfileData
 
 from jaxspec.aliases import Progress
 from jaxspec.config import TreeConfig
@@ -177,36 +177,16 @@ def _profiled(
     """The profile of one compiled step."""
     generator.check(requests)
     tree, hlo = generator.config.tree, generator.decode_hlo
-    what = "plain decoding" if tree is None else f"tree {tree}"
     adds = _ProfilerCost() if jax.default_backend() == "cpu" else None
-    generator.admit(requests)
-    generator.decode()  # once for nothing: pages and threads are there afterwards
-    whole_ms, traced_ms = [], []
     with tempfile.TemporaryDirectory(prefix="jaxspec-profile-") as scratch:
-        fastest, latest = Path(scratch) / "fastest", Path(scratch) / "latest"
-        while len(whole_ms) < config.repeats and not (_settled(whole_ms) and _settled(traced_ms)):
-            progress(what, len(whole_ms), config.repeats)
-            generator.admit(requests)
-            whole_ms.append(generator.decode())
-            if adds is not None:
-                adds.run(is_traced=False)
-            generator.admit(requests)
-            with _profiler(latest):
-                traced_ms.append(generator.decode())
-                if adds is not None:
-                    adds.run(is_traced=True)
-            if traced_ms[-1] == min(traced_ms):
-                shutil.rmtree(fastest, ignore_errors=True)
-                latest.rename(fastest)
-            else:
-                shutil.rmtree(latest)
-        progress(what, config.repeats, config.repeats)
-        events = read_events(_data(fastest), module_name(hlo))
-        found = Attribution(events, operations(hlo))
+        folder = Path(scratch) / "fastest"
+        whole_ms, traced_ms = _measure(generator, requests, config, progress, adds, folder)
+        xplane = profile_files(folder)[0]
+        found = Attribution(read_events(xplane, module_name(hlo)), operations(hlo))
+        cost_us = 0.0 if adds is None else adds.us(xplane)
         if config.trace is not None:
-            add_track(fastest, found.tracks())
-            shutil.copytree(profile_files(fastest)[0].parent, _run_folder(config.trace, tree))
-        cost_us = 0.0 if adds is None else adds.us(_data(fastest))
+            add_track(folder, found.tracks())
+            shutil.copytree(xplane.parent, _run_folder(config.trace, tree))
     return StepProfile(
         tree=None if tree is None else str(tree),
         whole_ms=tuple(ms / config.num_steps for ms in whole_ms),
@@ -219,13 +199,42 @@ def _profiled(
     )
 
 
+def _measure(
+    generator: Generator,
+    requests: Sequence[Request],
+    config: ProfileConfig,
+    progress: Progress,
+    adds: "_ProfilerCost | None",
+    folder: Path,
+) -> tuple[list[float], list[float]]:
+    """Milliseconds of calls without and with the profiler; the fastest one's profile is left."""
+    what = "plain decoding" if (tree := generator.config.tree) is None else f"tree {tree}"
+    latest, whole_ms, traced_ms = folder.with_name("latest"), [], []
+    generator.admit(requests)
+    generator.decode()  # once for nothing: pages and threads are there afterwards
+    while len(whole_ms) < config.repeats and not (_settled(whole_ms) and _settled(traced_ms)):
+        progress(what, len(whole_ms), config.repeats)
+        generator.admit(requests)
+        whole_ms.append(generator.decode())
+        if adds is not None:
+            adds.run(is_traced=False)
+        generator.admit(requests)
+        with _profiler(latest):
+            traced_ms.append(generator.decode())
+            if adds is not None:
+                adds.run(is_traced=True)
+        if traced_ms[-1] == min(traced_ms):
+            shutil.rmtree(folder, ignore_errors=True)
+            latest.rename(folder)
+        else:
+            shutil.rmtree(latest)
+    progress(what, config.repeats, config.repeats)
+    return whole_ms, traced_ms
+
+
 def _settled(times_ms: Sequence[float]) -> bool:
     """Whether the fastest time was no accident: two more are within 5 %."""
     return len(times_ms) >= ENOUGH and sorted(times_ms)[ENOUGH - 1] <= NEAR * min(times_ms)
-
-
-def _data(folder: Path) -> ProfileData:
-    return ProfileData.from_file(str(profile_files(folder)[0]))
 
 
 def _run_folder(trace: Path, tree: TreeConfig | None) -> Path:
@@ -233,7 +242,7 @@ def _run_folder(trace: Path, tree: TreeConfig | None) -> Path:
     return trace / "plugins" / "profile" / ("plain" if tree is None else f"tree-{tree}")
 
 
-def _profiler(folder: Path) -> AbstractContextManager[None]:
+def _profiler(folder: Path) -> AbstractContextManager[Any]:
     """JAX's profiler, which leaves what it saw in a folder."""
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = 1  # operations, and not what their threads say to each other
@@ -271,9 +280,9 @@ class _ProfilerCost:
             took_ms = 1e3 * (time.perf_counter() - started)
             self._fastest_ms[is_traced] = min(took_ms, self._fastest_ms[is_traced])
 
-    def us(self, profile: ProfileData) -> float:
+    def us(self, xplane: Path) -> float:
         """Microseconds for each operation, of the fastest runs; never less than none."""
-        events = read_events(profile, module_name(str(self._program.as_text())))
+        events = read_events(xplane, module_name(str(self._program.as_text())))
         count = sum(map(len, events.values())) / self.TIMES
         added_ms = self._fastest_ms[True] - self._fastest_ms[False]
         return max(0.0, 1e3 * added_ms / count)
@@ -300,7 +309,8 @@ class Attribution:
           call_ms: of all the steps, by the host's clock.
           cost_us: of tracing an operation, which is taken off; nothing becomes less than zero.
         """
-        busy_ns, idle_ns = collections.Counter(), collections.Counter()
+        busy_ns: dict[str, float] = collections.defaultdict(float)
+        idle_ns: dict[str, float] = collections.defaultdict(float)
         counts = collections.Counter()
         for device, found in self._events.items():
             counts.update(self._phase(event.operation) for event in found)

@@ -52,14 +52,15 @@ def profile_files(directory: Path) -> tuple[Path, Path]:
     return events, trace
 
 
-def read_events(profile: ProfileData, module: str) -> dict[str, list[Event]]:
+def read_events(xplane: Path, module: str) -> dict[str, list[Event]]:
     """The events of a program, by device.
 
     Args:
+      xplane: what the profiler left for XProf.
       module: the program's name. All that a GPU did is taken for it, since nothing else runs.
     """
     found: dict[str, list[Event]] = {}
-    for plane in profile.planes:
+    for plane in ProfileData.from_file(str(xplane)).planes:
         is_gpu = plane.name.startswith("/device:GPU:")
         for line in plane.lines:
             # Other lines of a GPU say the same again, as modules and frameworks see it.

@@ -30,25 +30,28 @@ def event(start_us, took_us, *, module=4, op=True, device=0):
       stats {{ metadata_id: 3 uint64_value: {device} }} }}"""
 
 
-def profile(*planes):
+def written(tmp_path, *planes):
     text = "".join(f"planes {{ {plane} {STATS} }}" for plane in planes)
-    return ProfileData.from_text_proto(text)
+    path = tmp_path / "vm.xplane.pb"
+    path.write_bytes(ProfileData.text_proto_to_serialized_xspace(text))
+    return path
 
 
-def test_a_gpus_streams_are_read_and_its_summaries_are_not():
+def test_a_gpus_streams_are_read_and_its_summaries_are_not(tmp_path):
     stream = f'lines {{ name: "Stream #13(Compute)" {event(10, 5)} {event(20, 5, op=False)} }}'
     other = f'lines {{ name: "Stream #20(MemcpyH2D)" timestamp_ns: 1000 {event(30, 5)} }}'
     again = f'lines {{ name: "XLA Modules" {event(0, 99)} }}'
     host = f'name: "/host:CPU" lines {{ name: "python" {event(0, 99, module=5)} }}'
     gpus = (f'name: "/device:GPU:{i}" {stream} {other} {again}' for i in range(2))
-    found = read_events(profile(host, *gpus), "jit_step")
+    found = read_events(written(tmp_path, host, *gpus), "jit_step")
     events = [Event(10e3, 15e3, "dot.1"), Event(20e3, 25e3, None), Event(31e3, 36e3, "dot.1")]
     assert found == {"/device:GPU:0": events, "/device:GPU:1": events}
 
 
-def test_of_a_cpu_only_the_program_is_read():
+def test_of_a_cpu_only_the_program_is_read(tmp_path):
     line = f"{event(0, 1)} {event(2, 1, module=5)} {event(4, 1, device=1)}"
-    found = read_events(profile(f'name: "/host:CPU" lines {{ name: "t" {line} }}'), "jit_step")
+    cpu = f'name: "/host:CPU" lines {{ name: "t" {line} }}'
+    found = read_events(written(tmp_path, cpu), "jit_step")
     assert found == {"CPU 0": [Event(0, 1e3, "dot.1")], "CPU 1": [Event(4e3, 5e3, "dot.1")]}
 
 
@@ -80,15 +83,14 @@ def test_a_profile_without_operations_is_refused():
 def test_a_track_is_in_both_files(tmp_path):
     folder = tmp_path / "plugins" / "profile" / "run"
     folder.mkdir(parents=True)
-    before = f'planes {{ name: "/host:CPU" lines {{ name: "t" {event(0, 1)} }} {STATS} }}'
-    (folder / "vm.xplane.pb").write_bytes(ProfileData.text_proto_to_serialized_xspace(before))
+    xplane = written(folder, f'name: "/host:CPU" lines {{ name: "t" {event(0, 1)} }}')
     shown = {"traceEvents": [{"ph": "X", "pid": 7, "tid": 1, "name": "dot.1", "ts": 0, "dur": 1}]}
     (folder / "vm.trace.json.gz").write_bytes(gzip.compress(json.dumps(shown).encode()))
     track = [(1000.0, 3000.0, "verify/experts"), (3000.0, 3500.0, "accept")]
 
     add_track(tmp_path, {"CPU 0": track})
 
-    old, new = ProfileData.from_file(str(folder / "vm.xplane.pb")).planes
+    old, new = ProfileData.from_file(str(xplane)).planes
     assert (old.name, new.name) == ("/host:CPU", "/device:CUSTOM:jaxspec phases")
     (line,) = new.lines
     found = [(e.start_ns, e.start_ns + e.duration_ns, e.name) for e in line.events]
