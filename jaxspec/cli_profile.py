@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from jaxspec.cli_start import mesh_of
 from jaxspec.errors import InputError
 from jaxspec.flags import (
     DEFAULT_TREE,
@@ -27,7 +28,6 @@ from jaxspec.flags import (
     ThinkingFlag,
     TokensFlag,
     TreesFlag,
-    mesh_of,
     models_of,
 )
 

@@ -43,7 +43,6 @@ __all__ = [
     "dtype_of",
     "given",
     "ids_of",
-    "mesh_of",
     "models_of",
     "rotary_of",
 ]
@@ -246,17 +245,6 @@ def models_of(
     numerics = Numerics(dtype_of(dtype), implementation=cast("Any", implementation), mesh=mesh)
     choice = rotary_of(rotary)
     return ModelFlags(target, draft, ids_of("--capture", capture), convention, choice, numerics)
-
-
-def mesh_of(text: str | None, cache: CacheLayout | None) -> "MeshConfig | None":
-    """The mesh, if one was asked for."""
-    from jaxspec.config import MeshConfig
-
-    if text is None:
-        if cache is not None:
-            raise InputError(f"--cache {cache} is of a mesh: give one with --mesh, as in 1x8")
-        return None
-    return MeshConfig.parse(text, cache or "replicated")
 
 
 def dtype_of(dtype: Dtype | None) -> Dtype:
