@@ -245,12 +245,15 @@ class Generator:
         """Milliseconds that the next `steps_per_call` steps take, all in one call.
 
         Raises:
-          RuntimeError: a request ended, or target or draft computed something that is not finite.
+          FloatingPointError: target or draft computed something that is not finite.
+          RuntimeError: a request came to its end within the steps.
         """
         took_ms = self._timed(self._decode, np.int32(self.config.steps_per_call))
-        status = self._fetch(self._state.status)
-        if (status != Status.RUNNING).any():
-            raise RuntimeError(f"requests came to an end within the steps: status {status}")
+        for status in self._fetch(self._state.status).tolist():
+            if status in _NOT_FINITE:
+                raise FloatingPointError(_NOT_FINITE[status])
+            if status != Status.RUNNING:
+                raise RuntimeError("a request came to its end within the steps")
         return took_ms
 
     @property

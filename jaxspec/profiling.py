@@ -99,7 +99,7 @@ def profile_step(
     """Where the time of a step goes, after these prompts, with each tree.
 
     Args:
-      requests: one for each place of the batch.
+      requests: one for each place of the batch; what would end them is left aside.
       capture: see `Generator`.
       progress: called with what is done, how many calls of it are, and of how many.
 
@@ -107,7 +107,7 @@ def profile_step(
       ContractError: draft and target do not belong together.
       InputError: a config or a request that cannot run, no room for the steps, or a device whose
         profiles are not read.
-      RuntimeError: a request ended within the steps.
+      FloatingPointError: target or draft computed something that is not finite.
     """
     config.check()
     if (draft is None) == bool(config.trees):
@@ -116,6 +116,7 @@ def profile_step(
         raise InputError(f"profiles of a {jax.default_backend()} are not read: CPU and GPU are")
     if jax.process_count() > 1:
         raise InputError("several processes: a profile is of one")
+    requests = [dataclasses.replace(one, stop_ids=(), max_new_tokens=None) for one in requests]
     steps = []
     for tree in config.trees or (None,):
         asked = _generate_config(target, requests, config, tree)
@@ -294,9 +295,12 @@ class Attribution:
     def __init__(
         self, events: Mapping[str, Sequence[Event]], known: Mapping[str, Operation]
     ) -> None:
-        """Raises ValueError where nothing of the program was traced."""
+        """Raises InputError where nothing of the program was traced."""
         if not events:
-            raise ValueError("the profile has no operation of the program")
+            raise InputError(
+                "JAX's profiler saw no operation of the program; on a GPU it needs CUPTI, and the "
+                "right to use it"
+            )
         self._events, self._known = events, known
         self._spans = {
             device: list(spans(found, self._runs_others)) for device, found in events.items()

@@ -313,5 +313,5 @@ def test_one_call_at_a_time(free):
     requests = [Request(prompt(3), max_new_tokens=20)] * PLACES
     assert free.admit(requests) > 0 and free.decode() > 0
     free.admit([*requests[1:], Request(prompt(3), max_new_tokens=2)])
-    with pytest.raises(RuntimeError, match="came to an end"):
+    with pytest.raises(RuntimeError, match="came to its end"):
         free.decode()

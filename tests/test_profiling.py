@@ -94,7 +94,7 @@ def test_several_devices_are_averaged():
     both = Attribution(events, operations(PROGRAM)).phases(0.010, 2, 0.0)
     assert both[UNKNOWN].ms == pytest.approx(1e-3) and both[LOOP].operations == 0.5
     assert both[CALL].ms == pytest.approx(0.75e-3)
-    with pytest.raises(ValueError, match="no operation"):
+    with pytest.raises(InputError, match="saw no operation"):
         Attribution({}, operations(PROGRAM))
 
 
