@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import jaxlib
 import numpy as np
+from jax import lax
 
 from jaxspec import SHIPPED_TARGET, load_tokenizer
 from jaxspec.report import machine
@@ -26,6 +28,8 @@ from jaxspec.version import version
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
+COPIED_BYTES = 2**28
+"""Of the array that bandwidth is measured with: more than any cache holds."""
 PROMPTS = ROOT / "tests" / "golden" / "prompts.json"
 
 
@@ -54,6 +58,17 @@ def seconds(program: Callable[..., Any], *args: Any) -> float:
     started = time.perf_counter()
     jax.block_until_ready(program(*args))
     return time.perf_counter() - started
+
+
+def copying(num_bytes: int = COPIED_BYTES, turns: int = 4) -> Callable[[], float]:
+    """Bandwidth of memory, each time it is called: bytes that a copy reads and writes a second."""
+
+    @jax.jit
+    def copy(words: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, turns, lambda _, words: words + 1, words)
+
+    words = jnp.zeros((num_bytes // 4,), jnp.int32)
+    return lambda: 2 * turns * words.nbytes / seconds(copy, words)
 
 
 def in_turn(programs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, np.ndarray]:

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import common
 from common import Spread, in_turn, ratio
@@ -41,38 +42,45 @@ def main() -> None:
     args = parser.parse_args()
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=args.place) as place:
-        source = args.source or _write_source(Path(place) / "source", args.layers, args.experts)
-        files = [path for path in source.iterdir() if path.is_file()]
-        size = sum(path.stat().st_size for path in files)
-        out = Path(place) / "out"
-        times = in_turn(
-            {
-                "convert": lambda: _timed(lambda: convert_checkpoint(source, out), files, out),
-                "cp": lambda: _timed(lambda: _copy(source, out), files, out),
-            },
-            args.rounds,
+        source = args.source or write_source(
+            Path(place) / "source",
+            num_hidden_layers=args.layers,
+            n_routed_experts=args.experts,
+            vocab_size=32768,
         )
-    share = ratio(times["cp"], times["convert"])
-    figures = {
-        "source_bytes": size,
-        "gb_per_s": {name: Spread.of(size / 1e9 / t).to_dict() for name, t in times.items()},
-        "share_of_cp": share.to_dict(),
-        "goal": GOAL,
-        "rounds": args.rounds,
-        "load_before": load_before,
-        "load_after": os.getloadavg()[0],
-    }
-    for name, seconds in times.items():
-        print(f"{name:8} {size / 1e9:.1f} GB at {Spread.of(size / 1e9 / seconds)} GB/s")
-    print(f"conversion reaches {share} of cp's speed; the goal is {GOAL}")
+        figures = against_cp(source, Path(place) / "out", args.rounds)
+    figures |= {"load_before": load_before, "load_after": os.getloadavg()[0]}
     path = common.write_result("convert", figures)
     print(json.dumps(json.loads(path.read_text())))
 
 
-def _write_source(directory: Path, layers: int, experts: int) -> Path:
-    config = real_layouts.kimi_k25_config(
-        num_hidden_layers=layers, n_routed_experts=experts, vocab_size=32768
+def against_cp(source: Path, out: Path, rounds: int) -> dict[str, Any]:
+    """The speed of a conversion from `source` to `out`, and of `cp`."""
+    files = [path for path in source.iterdir() if path.is_file()]
+    size = sum(path.stat().st_size for path in files)
+    times = in_turn(
+        {
+            "convert": lambda: _timed(lambda: convert_checkpoint(source, out), files, out),
+            "cp": lambda: _timed(lambda: _copy(source, out), files, out),
+        },
+        rounds,
     )
+    share = ratio(times["cp"], times["convert"])
+    for name, seconds in times.items():
+        print(f"{name:8} {size / 1e9:.2g} GB at {Spread.of(size / 1e9 / seconds)} GB/s")
+    print(f"conversion reaches {share} of cp's speed; the goal is {GOAL}")
+    return {
+        "source_bytes": size,
+        "gb_per_s": {name: Spread.of(size / 1e9 / t).to_dict() for name, t in times.items()},
+        "share_of_cp": share.to_dict(),
+        "goal": GOAL,
+        "rounds": rounds,
+    }
+
+
+def write_source(directory: Path, **changed: Any) -> Path:
+    """A checkpoint in Kimi-K2.5's layout with random weights, some fields of its config changed."""
+    config = real_layouts.kimi_k25_config(**changed)
     files = real_layouts.kimi_k25_files(config)
     return real_layouts.write(directory, config, files, real_layouts.random_weights(0))
 
