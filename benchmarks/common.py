@@ -7,6 +7,7 @@ machine does then falls on both. A figure is a median, with the quantiles beside
 import dataclasses
 import datetime
 import json
+import os
 import platform
 import shlex
 import sys
@@ -30,6 +31,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 COPIED_BYTES = 2**28
 """Of the array that bandwidth is measured with: more than any cache holds."""
+LOAD_BEFORE = os.getloadavg()[0]
+"""Of the machine, over the minute before this program began."""
 PROMPTS = ROOT / "tests" / "golden" / "prompts.json"
 
 
@@ -137,6 +140,8 @@ def write_result(name: str, figures: Mapping[str, Any], folder: Path = RESULTS) 
             "jaxlib": jaxlib.__version__,
             "python": platform.python_version(),
         },
+        "load_before": LOAD_BEFORE,
+        "load_after": os.getloadavg()[0],
         **figures,
     }
     folder.mkdir(parents=True, exist_ok=True)

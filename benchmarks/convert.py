@@ -40,7 +40,6 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=args.place) as place:
         source = args.source or write_source(
             Path(place) / "source",
@@ -49,7 +48,6 @@ def main() -> None:
             vocab_size=32768,
         )
         figures = against_cp(source, Path(place) / "out", args.rounds)
-    figures |= {"load_before": load_before, "load_after": os.getloadavg()[0]}
     path = common.write_result("convert", figures)
     print(json.dumps(json.loads(path.read_text())))
 

@@ -45,7 +45,7 @@ def run_fresh(command: Sequence[str]) -> Finished:
         output.seek(0)
         if process.returncode:
             raise RuntimeError(
-                f"{command[:4]} ended with {process.returncode}: {errors.read()[-300:]}"
+                f"{command[1:4]} ended with {process.returncode}: {errors.read()[-300:]}"
             )
         return Finished(output.read(), wall_s, peak)
 

@@ -1,6 +1,6 @@
 """Measures all that this machine can measure of the shipped pair, into one JSON file.
 
-    python benchmarks/suite.py [--reference-python PYTHON] [--only PART ...] [--out FOLDER]
+    python benchmarks/suite.py [--reference-python PYTHON] [--rounds 9] [--only PART]
     python benchmarks/suite.py --quick              a rehearsal: all of it, small; writes nowhere
 
 - start: a command in a fresh process, compiling, then again with what was compiled; its memory;
@@ -24,7 +24,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import shutil
 import sys
 import tempfile
@@ -139,11 +138,15 @@ def main() -> int:
     parser.add_argument("--reference-python", help="of the reference environment")
     parser.add_argument("--quick", action="store_true", help="a rehearsal; its times say nothing")
     parser.add_argument("--only", choices=list(PARTS), action="append", help="a part; repeats")
+    parser.add_argument("--rounds", type=int, help="of every comparison; default: 9")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--place", type=Path, help="folder on the disk to convert on")
     parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder of the JSON file")
     args = parser.parse_args()
     extent = QUICK if args.quick else FULL
+    if args.rounds:
+        few = max(1, args.rounds // 3)
+        extent = dataclasses.replace(extent, rounds=args.rounds, few_rounds=few)
     bench = Bench(extent, args.dtype, args.reference_python, args.place)
     parts = {name: part for name, part in PARTS.items() if name in (args.only or PARTS)}
     if args.quick:
@@ -161,8 +164,7 @@ def measured(
     bench: Bench, parts: Mapping[str, "Part"], suffixes: list[str], out: Path
 ) -> dict[str, Any]:
     """The parts' figures as they are in the file, which is written anew after each of them."""
-    found: dict[str, Any] = {"dtype": bench.dtype, "load_before": os.getloadavg()[0]}
-    found["parts"] = {}
+    found: dict[str, Any] = {"dtype": bench.dtype, "rounds": bench.extent.rounds, "parts": {}}
     written: dict[str, Any] = {}
     for index, (name, part) in enumerate(parts.items(), 1):
         print(f"\n[{index} of {len(parts)}] {name}, about {part.minutes:g} min", flush=True)
@@ -170,7 +172,6 @@ def measured(
         if "why_not" in found["parts"][name]:
             print(f"not here: {found['parts'][name]['why_not']}")
         found |= {"target": bench.target.identity, "draft": bench.draft.identity}
-        found["load_after"] = os.getloadavg()[0]
         device = jax.devices()[0].device_kind.lower().replace(" ", "-")
         dtype = [bench.dtype] * (bench.dtype != "float32")
         path = common.write_result("-".join(["suite", device, *dtype, *suffixes]), found, out)

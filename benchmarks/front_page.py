@@ -1,0 +1,241 @@
+"""Writes the figures of README.md, and the list of results in benchmarks/README.md, from the JSON
+files in results/.
+
+    python benchmarks/front_page.py [--check]
+
+What it writes stands between two markers, and nothing else of the pages is touched. With --check it
+writes nothing, and exits with 1 if a page says something else than the files do.
+"""
+
+import argparse
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
+WIDTH = 100
+TREE, LARGE_TREE = "3x1x4", "3x4x16"
+BATCH = 8
+"""Of the plan whose figures stand on the front page."""
+ACCEPT_LENGTH = 3
+"""What public drafts of Kimi-K2.5 report, about (benchmarks/README.md)."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit status 1: changed"
+    )
+    args = parser.parse_args()
+    changed = [page for page in PAGES if made(page) != page.read_text("utf-8")]
+    for page in changed:
+        if args.check:
+            print(f"{page.relative_to(ROOT)} is not what the files in benchmarks/results say: "
+                  "run python benchmarks/front_page.py")  # fmt: skip
+        else:
+            page.write_text(made(page), "utf-8")
+            print(f"wrote {page.relative_to(ROOT)}")
+    return 1 if args.check and changed else 0
+
+
+def made(page: Path) -> str:
+    """A page, its blocks as the results have them.
+
+    Raises:
+      ValueError: a block's markers are not there, once each.
+    """
+    text = page.read_text("utf-8")
+    for name, block in PAGES[page].items():
+        begin, end = f"<!-- {name}: by benchmarks/front_page.py -->", f"<!-- end of {name} -->"
+        pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+        if len(pattern.findall(text)) != 1:
+            raise ValueError(f"{page.name} wants {begin} and, after it, {end}, once")
+        between = f"{begin}\n{block()}\n{end}"
+        text = pattern.sub(lambda _, between=between: between, text)
+    return text
+
+
+def figures() -> str:
+    """The table of the front page: what is measured and what is predicted, each in a column."""
+    mini, suite, plan = read("mini"), read("suite-cpu"), read("plan_h200")
+    case = next(case for case in plan["cases"] if case["batch_size"] == BATCH)
+    predicted = {tree["tree"]: tree for tree in case["speculative"]}
+    pays = {tree: one["break_even_accept_length"] for tree, one in predicted.items()}
+    sampled = mini[TREE]["sampled"]
+
+    def measured(part: str, say: Callable[[dict[str, Any]], str]) -> str:
+        found = suite["parts"].get(part, {"why_not": "not asked for"})
+        reason = found.get("why_not") or found.get("error")
+        return f"not measured: {reason}" if reason else say(found)
+
+    rows = [
+        (
+            f"`accept_length`, tree {TREE}, sampled at 0.8",
+            f"{with_error(sampled['accept_length'])} of 4",
+            "wants the weights",
+        ),
+        (
+            "the same of a draft that knew the target",
+            f"{sampled['accept_ceiling']['value']:.2f}",
+            "",
+        ),
+        *(
+            (
+                f"`accept_length` above which tree {tree} pays",
+                measured("step", lambda part, tree=tree: spread(part["steps"][tree]["ratio"])),
+                f"{pays[tree]:.2f}",
+            )
+            for tree in (TREE, LARGE_TREE)
+        ),
+        (
+            f"tokens per second over plain decoding's, tree {TREE}, sampled",
+            measured("speed", lambda part: spread(part["sampled at 0.8"][TREE]["ratio"])),
+            f"{ACCEPT_LENGTH / pays[TREE]:.2f} at an `accept_length` of {ACCEPT_LENGTH}",
+        ),
+        (
+            "a step of plain decoding",
+            measured("step", lambda part: f"{spread(part['steps']['None']['value'])} ms"),
+            f"{case['autoregressive']['step_ms']:.1f} ms",
+        ),
+        (
+            "that step over the time to read what it has to",
+            measured("step", lambda part: spread(part["steps"]["None"]["times_floor"])),
+            "",
+        ),
+        (
+            "a target pass over 4 tokens, each with its own 2 of 16 experts, over one token's",
+            measured("verify", lambda part: spread(part["T=4"]["ratio"])),
+            "",
+        ),
+        (
+            "plain greedy decoding over transformers'",
+            measured("transformers", lambda part: spread(part["times_transformers"])),
+            "",
+        ),
+        (
+            "from the command to its text, nothing compiled before",
+            measured("start", lambda part: f"{spread(part[TREE]['cold']['wall_s'])} s"),
+            "",
+        ),
+        (
+            "the same again, from the compile cache",
+            measured("start", lambda part: f"{spread(part[TREE]['warm']['wall_s'])} s"),
+            "",
+        ),
+    ]
+    measured_with = f"measured: the shipped pair, {suite['dtype']}, CPU"
+    predicted_with = (
+        f"predicted: Kimi-K2.5, bfloat16, {case['device'].removeprefix('NVIDIA ')} mesh "
+        f"{case['mesh']}, batch {BATCH}, {case['context_length'] // 1024}k tokens"
+    )
+    where = (
+        f"Measured on {suite['machine']}: [`suite-cpu.json`](benchmarks/results/suite-cpu.json) "
+        f"({suite['date']}, load {suite['load_before']:.1f} before; medians, and what a tenth of "
+        "the rounds lies below and above) and [`mini.json`](benchmarks/results/mini.json) "
+        f"({mini['date']}). Predicted: [`plan_h200.json`](benchmarks/results/plan_h200.json) "
+        f"({plan['date']}). What each is: [`benchmarks/README.md`](benchmarks/README.md)."
+    )
+    rows_of_all = table(("", measured_with, predicted_with), rows)
+    return f"{rows_of_all}\n\n{wrapped(where)}"
+
+
+def story() -> str:
+    """What the founding story's mistakes cost."""
+    one = read("founding_story")
+    told = {name: stage["accept_length"] for name, stage in one["story"].items()}
+    return wrapped(
+        "What it costs where nothing checks, "
+        "[measured](benchmarks/results/founding_story.png) with this pair on CPU by "
+        f"`benchmarks/founding_story.py`: accept_length {told['the right boundaries']:.2f} becomes "
+        f"{told['one state instead of three']:.2f} with one state in place of three, "
+        f"{told['boundaries one too early']:.2f} with boundaries one too early, "
+        f"{told['boundaries one too late']:.2f} with boundaries one too late."
+    )
+
+
+def pair() -> str:
+    """Acceptance of the shipped pair."""
+    mini = read("mini")
+    trees, text = [mini[tree] for tree in (TREE, LARGE_TREE)], mini["held_out_text"]
+    rows = [
+        (
+            f"`accept_length`, sampled at {mini['temperature']}",
+            *(f"{with_error(tree['sampled']['accept_length'])} of 4" for tree in trees),
+        ),
+        ("its ceiling", *(f"{tree['sampled']['accept_ceiling']['value']:.2f}" for tree in trees)),
+        (
+            "greedy, before a loop begins",
+            *(f"{tree['greedy']['accept_length_before_a_loop']['value']:.2f}" for tree in trees),
+        ),
+        (
+            "greedy prompts that loop",
+            *(f"{tree['greedy']['looping_share']:.0%}" for tree in trees),
+        ),
+    ]
+    before = (
+        f"The shipped pair, measured on {mini['machine']} with `{mini['command']}` "
+        f"({mini['date']}; {mini['num_prompts']} held-out prompts, {mini['num_seeds']} seeds, all "
+        "in [`benchmarks/results/mini.json`](benchmarks/results/mini.json)):"
+    )
+    after = (
+        "On held-out text the draft's first guess is the target's likeliest token in "
+        f"{text['top1_agreement']:.1%} of positions, and is accepted at {mini['temperature']} with "
+        f"probability {text['first_token']:.2f} where no guess could exceed "
+        f"{text['first_token_ceiling']:.2f}. The target's held-out loss is "
+        f"{text['nats_per_token']:.2f} nats a token, {text['bits_per_character']:.2f} bits a "
+        "character."
+    )
+    header = ("", f"tree {TREE}", f"tree {LARGE_TREE}")
+    return f"{wrapped(before)}\n\n{table(header, rows)}\n\n{wrapped(after)}"
+
+
+def results() -> str:
+    """Every file of results: what it is, and what it was made with, on what and when."""
+    rows = []
+    for path in sorted(RESULTS.glob("*.json")):
+        one = json.loads(path.read_text())
+        load = f"{one['load_before']:.1f}" if "load_before" in one else ""
+        command = f"`{one['command'].removeprefix('python benchmarks/')}`"
+        file = f"[`{path.name}`](results/{path.name})"
+        jax = one["versions"]["jax"]
+        rows.append((file, one["kind"], command, one["date"], one["machine"], jax, load))
+    header = ("file", "kind", "command", "date", "machine", "jax", "load before")
+    return table(header, rows)
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def with_error(value: dict[str, float]) -> str:
+    return f"{value['value']:.2f} +- {value['standard_error']:.2f}"
+
+
+def spread(value: dict[str, float]) -> str:
+    """Median, and the 10 % and 90 % quantiles."""
+    return "{median:.3g} ({low:.3g} to {high:.3g})".format(**value)
+
+
+def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [header, ("---",) * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
+
+
+def wrapped(text: str) -> str:
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+PAGES: dict[Path, dict[str, Callable[[], str]]] = {
+    ROOT / "README.md": {"figures": figures, "story": story, "pair": pair},
+    ROOT / "benchmarks" / "README.md": {"results": results},
+}
+"""The pages, and the blocks of each, by name."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
