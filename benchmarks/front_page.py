@@ -12,7 +12,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ BATCH = 8
 """Of the plan whose figures stand on the front page."""
 ACCEPT_LENGTH = 3
 """What public drafts of Kimi-K2.5 report, about (benchmarks/README.md)."""
+
+
+Row = tuple[str, str, str]
 
 
 def main() -> int:
@@ -64,84 +67,89 @@ def figures() -> str:
     """The table of the front page: what is measured and what is predicted, each in a column."""
     mini, suite, plan = read("mini"), read("suite-cpu"), read("plan_h200")
     case = next(case for case in plan["cases"] if case["batch_size"] == BATCH)
-    predicted = {tree["tree"]: tree for tree in case["speculative"]}
-    pays = {tree: one["break_even_accept_length"] for tree, one in predicted.items()}
-    sampled = mini[TREE]["sampled"]
-
-    def measured(part: str, say: Callable[[dict[str, Any]], str]) -> str:
-        found = suite["parts"].get(part, {"why_not": "not asked for"})
-        reason = found.get("why_not") or found.get("error")
-        return f"not measured: {reason}" if reason else say(found)
-
-    rows = [
-        (
-            f"`accept_length`, tree {TREE}, sampled at 0.8",
-            f"{with_error(sampled['accept_length'])} of 4",
-            "wants the weights",
-        ),
-        (
-            "the same of a draft that knew the target",
-            f"{sampled['accept_ceiling']['value']:.2f}",
-            "",
-        ),
-        *(
-            (
-                f"`accept_length` above which tree {tree} pays",
-                measured("step", lambda part, tree=tree: spread(part["steps"][tree]["ratio"])),
-                f"{pays[tree]:.2f}",
-            )
-            for tree in (TREE, LARGE_TREE)
-        ),
-        (
-            f"tokens per second over plain decoding's, tree {TREE}, sampled",
-            measured("speed", lambda part: spread(part["sampled at 0.8"][TREE]["ratio"])),
-            f"{ACCEPT_LENGTH / pays[TREE]:.2f} at an `accept_length` of {ACCEPT_LENGTH}",
-        ),
-        (
-            "a step of plain decoding",
-            measured("step", lambda part: f"{spread(part['steps']['None']['value'])} ms"),
-            f"{case['autoregressive']['step_ms']:.1f} ms",
-        ),
-        (
-            "that step over the time to read what it has to",
-            measured("step", lambda part: spread(part["steps"]["None"]["times_floor"])),
-            "",
-        ),
-        (
-            "a target pass over 4 tokens, each with its own 2 of 16 experts, over one token's",
-            measured("verify", lambda part: spread(part["T=4"]["ratio"])),
-            "",
-        ),
-        (
-            "plain greedy decoding over transformers'",
-            measured("transformers", lambda part: spread(part["times_transformers"])),
-            "",
-        ),
-        (
-            "from the command to its text, nothing compiled before",
-            measured("start", lambda part: f"{spread(part[TREE]['cold']['wall_s'])} s"),
-            "",
-        ),
-        (
-            "the same again, from the compile cache",
-            measured("start", lambda part: f"{spread(part[TREE]['warm']['wall_s'])} s"),
-            "",
-        ),
-    ]
-    measured_with = f"measured: the shipped pair, {suite['dtype']}, CPU"
-    predicted_with = (
-        f"predicted: Kimi-K2.5, bfloat16, {case['device'].removeprefix('NVIDIA ')} mesh "
-        f"{case['mesh']}, batch {BATCH}, {case['context_length'] // 1024}k tokens"
+    sampled, thousands = mini[TREE]["sampled"], case["context_length"] // 1024
+    header = (
+        "",
+        f"measured: the shipped pair, {suite['dtype']}, CPU",
+        f"predicted: Kimi-K2.5, bfloat16, mesh {case['mesh']} of "
+        f"{case['device'].removeprefix('NVIDIA ')}s, batch {BATCH}, {thousands}k tokens",
     )
+    accepted = f"{with_error(sampled['accept_length'])} of 4"
+    ceiling = f"{sampled['accept_ceiling']['value']:.2f}"
+    rows = [
+        (f"`accept_length`, tree {TREE}, sampled at 0.8", accepted, "wants the weights"),
+        ("the same of a draft that knew the target", ceiling, ""),
+        *steps(suite, case),
+        *speeds(suite),
+    ]
     where = (
-        f"Measured on {suite['machine']}: [`suite-cpu.json`](benchmarks/results/suite-cpu.json) "
+        f"Measured on {machine(suite)}: [`suite-cpu.json`](benchmarks/results/suite-cpu.json) "
         f"({suite['date']}, load {suite['load_before']:.1f} before; medians, and what a tenth of "
         "the rounds lies below and above) and [`mini.json`](benchmarks/results/mini.json) "
         f"({mini['date']}). Predicted: [`plan_h200.json`](benchmarks/results/plan_h200.json) "
         f"({plan['date']}). What each is: [`benchmarks/README.md`](benchmarks/README.md)."
     )
-    rows_of_all = table(("", measured_with, predicted_with), rows)
-    return f"{rows_of_all}\n\n{wrapped(where)}"
+    return f"{table(header, rows)}\n\n{wrapped(where)}"
+
+
+def steps(suite: dict[str, Any], case: dict[str, Any]) -> Iterator[Row]:
+    """What a tree costs, and from which acceptance on it pays."""
+    pays = {tree["tree"]: tree["break_even_accept_length"] for tree in case["speculative"]}
+    for tree in (TREE, LARGE_TREE):
+        yield (
+            f"`accept_length` above which tree {tree} pays",
+            measured(suite, "step", lambda part, tree=tree: spread(part["steps"][tree]["ratio"])),
+            f"{pays[tree]:.2f}",
+        )
+    yield (
+        f"tokens per second over plain decoding's, tree {TREE}, sampled",
+        measured(suite, "speed", lambda part: spread(part["sampled at 0.8"][TREE]["ratio"])),
+        f"{ACCEPT_LENGTH / pays[TREE]:.2f} at an `accept_length` of {ACCEPT_LENGTH}",
+    )
+    yield (
+        "a step of plain decoding",
+        measured(suite, "step", lambda part: f"{spread(part['steps']['None']['value'])} ms"),
+        f"{case['autoregressive']['step_ms']:.1f} ms",
+    )
+
+
+def speeds(suite: dict[str, Any]) -> Iterator[Row]:
+    """What is measured, and not predicted."""
+    for label, part, say in (
+        (
+            "that step over the time to read what it has to",
+            "step",
+            lambda part: spread(part["steps"]["None"]["times_floor"]),
+        ),
+        (
+            "a pass over 4 tokens, each with its own 2 of 16 experts, over one's",
+            "verify",
+            lambda part: spread(part["T=4"]["ratio"]),
+        ),
+        (
+            "plain greedy decoding over transformers'",
+            "transformers",
+            lambda part: spread(part["times_transformers"]),
+        ),
+        (
+            "`jaxspec generate`, 16 tokens, nothing compiled before",
+            "start",
+            lambda part: f"{spread(part[TREE]['cold']['wall_s'])} s",
+        ),
+        (
+            "the same again, from its compile cache",
+            "start",
+            lambda part: f"{spread(part[TREE]['warm']['wall_s'])} s",
+        ),
+    ):
+        yield label, measured(suite, part, say), ""
+
+
+def measured(suite: dict[str, Any], name: str, say: Callable[[dict[str, Any]], str]) -> str:
+    """What a part of the suite says, or why it says nothing."""
+    part = suite["parts"].get(name, {"why_not": "not asked for"})
+    reason = part.get("why_not") or part.get("error")
+    return f"not measured: {reason}" if reason else say(part)
 
 
 def story() -> str:
@@ -174,19 +182,19 @@ def pair() -> str:
         ),
         (
             "greedy prompts that loop",
-            *(f"{tree['greedy']['looping_share']:.0%}" for tree in trees),
+            *(f"{100 * tree['greedy']['looping_share']:.0f} %" for tree in trees),
         ),
     ]
     before = (
-        f"The shipped pair, measured on {mini['machine']} with `{mini['command']}` "
+        f"The shipped pair, measured on {machine(mini)} with `{mini['command']}` "
         f"({mini['date']}; {mini['num_prompts']} held-out prompts, {mini['num_seeds']} seeds, all "
         "in [`benchmarks/results/mini.json`](benchmarks/results/mini.json)):"
     )
     after = (
         "On held-out text the draft's first guess is the target's likeliest token in "
-        f"{text['top1_agreement']:.1%} of positions, and is accepted at {mini['temperature']} with "
-        f"probability {text['first_token']:.2f} where no guess could exceed "
-        f"{text['first_token_ceiling']:.2f}. The target's held-out loss is "
+        f"{100 * text['top1_agreement']:.1f} % of positions, and is accepted at "
+        f"{mini['temperature']} with probability {text['first_token']:.2f} where no guess could "
+        f"exceed {text['first_token_ceiling']:.2f}. The target's held-out loss is "
         f"{text['nats_per_token']:.2f} nats a token, {text['bits_per_character']:.2f} bits a "
         "character."
     )
@@ -203,13 +211,17 @@ def results() -> str:
         command = f"`{one['command'].removeprefix('python benchmarks/')}`"
         file = f"[`{path.name}`](results/{path.name})"
         jax = one["versions"]["jax"]
-        rows.append((file, one["kind"], command, one["date"], one["machine"], jax, load))
+        rows.append((file, one["kind"], command, one["date"], machine(one), jax, load))
     header = ("file", "kind", "command", "date", "machine", "jax", "load before")
     return table(header, rows)
 
 
 def read(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def machine(one: dict[str, Any]) -> str:
+    return one["machine"].replace(", 1 x cpu", "")
 
 
 def with_error(value: dict[str, float]) -> str:
@@ -221,13 +233,16 @@ def spread(value: dict[str, float]) -> str:
     return "{median:.3g} ({low:.3g} to {high:.3g})".format(**value)
 
 
-def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [header, ("---",) * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
 
 
 def wrapped(text: str) -> str:
-    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+    """Lines; what stands between backquotes stays on one."""
+    kept = re.sub("`[^`]*`", lambda code: code[0].replace(" ", "\0"), text)
+    lines = textwrap.fill(kept, WIDTH, break_long_words=False, break_on_hyphens=False)
+    return lines.replace("\0", " ")
 
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
