@@ -117,7 +117,7 @@ def speeds(suite: dict[str, Any]) -> Iterator[Row]:
     """What is measured, and not predicted."""
     for label, part, say in (
         (
-            "that step over the time to read what it has to",
+            "that step over the time to read its weights at a copy's bandwidth",
             "step",
             lambda part: spread(part["steps"]["None"]["times_floor"]),
         ),

@@ -248,9 +248,11 @@ def reference(
                 raise RuntimeError(f"{REFERENCE_PROGRAM.name} ended with {process.wait()}")
             return json.loads(line)["tokens_per_s"]
 
-        yield one_round
-        process.stdin.close()
-        process.wait()
+        try:
+            yield one_round
+        finally:
+            process.stdin.close()
+            process.wait()
 
 
 def admission(prompt: Sequence[int], batch: int, slots: int) -> Admission:

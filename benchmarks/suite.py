@@ -1,7 +1,7 @@
 """Measures all that this machine can measure of the shipped pair, into one JSON file.
 
     python benchmarks/suite.py [--reference-python PYTHON] [--rounds 9] [--only PART]
-    python benchmarks/suite.py --quick              a rehearsal: all of it, small; writes nowhere
+    python benchmarks/suite.py --quick        a rehearsal, small; writes to --out alone
 
 - start: a command in a fresh process, compiling, then again with what was compiled; its memory;
 - verify: one target pass over T tokens against one token;
@@ -59,8 +59,9 @@ class Extent:
 
     Attributes:
       rounds: of programs that take turns; `few_rounds` of those that take seconds.
+      trees: of `step` and `speed`; `num_tokens`, T of `verify`.
       prompts, new_tokens: of `speed` and `transformers`.
-      base: where each axis of `scaling` begins.
+      prompt_lengths, sizes: of `scaling`; `base` is what stays as it is along an axis.
       source: what the converted checkpoint has in place of Kimi-K2.5's config; None takes the
         target that ships. Its size is about `source_bytes`.
     """
@@ -141,7 +142,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="of every comparison; default: 9")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--place", type=Path, help="folder on the disk to convert on")
-    parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder of the JSON file")
+    parser.add_argument("--out", type=Path, help="folder of the JSON file; default: results/")
     args = parser.parse_args()
     extent = QUICK if args.quick else FULL
     if args.rounds:
@@ -149,11 +150,10 @@ def main() -> int:
         extent = dataclasses.replace(extent, rounds=args.rounds, few_rounds=few)
     bench = Bench(extent, args.dtype, args.reference_python, args.place)
     parts = {name: part for name, part in PARTS.items() if name in (args.only or PARTS)}
-    if args.quick:
-        with tempfile.TemporaryDirectory() as folder:
-            figures = measured(bench, parts, [*parts, "quick"], Path(folder))
-    else:
-        figures = measured(bench, parts, args.only or [], args.out)
+    suffixes = [*(args.only or []), *["quick"] * args.quick]
+    with tempfile.TemporaryDirectory() as nowhere:
+        out = args.out or (Path(nowhere) if args.quick else common.RESULTS)
+        figures = measured(bench, parts, suffixes, out)
     print(json.dumps(figures))
     failed = [name for name, part in figures["parts"].items() if not part.get("is_correct", True)]
     print("failed: " + ", ".join(failed) if failed else "all parts ended well", file=sys.stderr)
@@ -164,7 +164,8 @@ def measured(
     bench: Bench, parts: Mapping[str, "Part"], suffixes: list[str], out: Path
 ) -> dict[str, Any]:
     """The parts' figures as they are in the file, which is written anew after each of them."""
-    found: dict[str, Any] = {"dtype": bench.dtype, "rounds": bench.extent.rounds, "parts": {}}
+    not_yet = {name: {"why_not": "the run had not come to it"} for name in parts}
+    found: dict[str, Any] = {"dtype": bench.dtype, "rounds": bench.extent.rounds, "parts": not_yet}
     written: dict[str, Any] = {}
     for index, (name, part) in enumerate(parts.items(), 1):
         print(f"\n[{index} of {len(parts)}] {name}, about {part.minutes:g} min", flush=True)
