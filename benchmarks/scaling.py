@@ -285,8 +285,9 @@ def draw_measured(found: Mapping[str, Any], of: str, path: Path) -> None:
     Args:
       of: which model, in what and on what.
     """
-    figure = Figure(figsize=(13, 3.6), layout="constrained")
-    for axes, (axis, part) in zip(figure.subplots(1, len(found)), found.items(), strict=True):
+    figure = Figure(figsize=(11, 6.4), layout="constrained")
+    panels = figure.subplots(2, 2).flat
+    for axes, (axis, part) in zip(panels, found.items(), strict=True):
         x = np.asarray(part["sizes"])
         median, low, high = (
             np.asarray([one[name] for one in part["ms"]]) for name in ("median", "low", "high")
