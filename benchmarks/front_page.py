@@ -207,6 +207,8 @@ def results() -> str:
     rows = []
     for path in sorted(RESULTS.glob("*.json")):
         one = json.loads(path.read_text())
+        if "command" not in one:
+            continue  # quoted from others: published.py has a table of it
         load = f"{one['load_before']:.1f}" if "load_before" in one else ""
         command = f"`{one['command'].removeprefix('python benchmarks/')}`"
         file = f"[`{path.name}`](results/{path.name})"

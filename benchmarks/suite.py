@@ -62,8 +62,8 @@ class Extent:
       trees: of `step` and `speed`; `num_tokens`, T of `verify`.
       prompts, new_tokens: of `speed` and `transformers`.
       prompt_lengths, sizes: of `scaling`; `base` is what stays as it is along an axis.
-      source: what the converted checkpoint has in place of Kimi-K2.5's config; None takes the
-        target that ships. Its size is about `source_bytes`.
+      source: layers and experts of the converted checkpoint; None takes the target that ships.
+        Its size is about `source_bytes`.
     """
 
     rounds: int
@@ -75,7 +75,7 @@ class Extent:
     prompt_lengths: tuple[int, ...]
     base: scaling.Point
     sizes: Mapping[str, tuple[Any, ...]]
-    source: Mapping[str, int] | None
+    source: tuple[int, int] | None
     source_bytes: float
 
 
@@ -93,8 +93,8 @@ FULL = Extent(
         "batch": (1, 2, 4, 8, 16),
         "nodes": scaling.TREES,
     },
-    source={"num_hidden_layers": 2, "n_routed_experts": 32, "vocab_size": 4096},
-    source_bytes=3.2e9,
+    source=(3, 48),
+    source_bytes=2.7e9,
 )
 QUICK = Extent(
     rounds=1,
@@ -257,7 +257,7 @@ def conversion(bench: Bench) -> dict[str, Any]:
         if extent.source is None:
             source = SHIPPED_TARGET
         else:
-            source = convert.write_source(Path(folder) / "source", **extent.source)
+            source = convert.write_source(Path(folder) / "source", *extent.source)
         return convert.against_cp(source, Path(folder) / "out", extent.few_rounds)
 
 

@@ -1,6 +1,7 @@
 """What `jaxspec doctor` does once its flags are read; `cli_doctor.py` reads them."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxspec.commands import ModelFlags, PromptFlags, load, tokenizer_of
@@ -12,8 +13,9 @@ from jaxspec.doctor_scores import DoctorConfig
 from jaxspec.doctor_texts import Text, read_observed, write_on
 from jaxspec.environment import SHIPPED_PROMPTS
 from jaxspec.errors import InputError
+from jaxspec.target import Target
 
-__all__ = ["DoctorFlags", "run_doctor"]
+__all__ = ["DoctorFlags", "check_texts", "prompt_texts", "run_doctor"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +56,8 @@ def run_doctor(flags: DoctorFlags, display: Display) -> DoctorReport:
             f"--max-new-tokens {flags.max_new_tokens}"
         )
     if flags.observed is None:
-        texts, num_cut = _prompts(flags)
-        if num_cut:
-            display.say(f"{num_cut} prompts are longer than --context-length allows, and cut")
+        room = flags.context_length - flags.max_new_tokens
+        texts = prompt_texts(models, flags.prompts, room, display)
     else:
         if flags.prompts != PromptFlags():
             raise InputError("--observed brings its own prompts: give no others")
@@ -74,18 +75,7 @@ def run_doctor(flags: DoctorFlags, display: Display) -> DoctorReport:
         )
     if (claim := models.claim(target)) is not None:
         claim.require(draft.config.boundaries, "doctor")
-    for text in texts:
-        outside = [i for i in text.ids if not 0 <= i < target.config.vocab_size]
-        if outside:
-            raise InputError(
-                f"prompt {text.id!r}: token id {outside[0]} is not in a vocabulary of "
-                f"{target.config.vocab_size}"
-            )
-        if len(text.ids) > target.config.max_position_embeddings:
-            raise InputError(
-                f"prompt {text.id!r}: {len(text.ids)} tokens; the target was made for "
-                f"{target.config.max_position_embeddings}"
-            )
+    check_texts(texts, target)
     if flags.observed is None and flags.max_new_tokens:
         with display.waiting("the target writes"):
             texts = write_on(
@@ -98,18 +88,36 @@ def run_doctor(flags: DoctorFlags, display: Display) -> DoctorReport:
     return report
 
 
-def _prompts(flags: DoctorFlags) -> tuple[list[Text], int]:
-    """The prompts as ids, cut to the room that there is, and how many of them had to be."""
-    asked = flags.prompts
-    if asked.text is None and asked.prompt_file is None and asked.tokens is None:
-        if flags.models.target is not None:
+def check_texts(texts: Sequence[Text], target: Target) -> None:
+    """Raises InputError for texts that the target cannot read."""
+    for text in texts:
+        outside = [i for i in text.ids if not 0 <= i < target.config.vocab_size]
+        if outside:
             raise InputError(
-                "no prompt: give one of PROMPT, --prompt-file, --tokens and --observed; those that "
-                "ship are for the target that ships"
+                f"prompt {text.id!r}: token id {outside[0]} is not in a vocabulary of "
+                f"{target.config.vocab_size}"
+            )
+        if len(text.ids) > target.config.max_position_embeddings:
+            raise InputError(
+                f"prompt {text.id!r}: {len(text.ids)} tokens; the target was made for "
+                f"{target.config.max_position_embeddings}"
+            )
+
+
+def prompt_texts(models: ModelFlags, asked: PromptFlags, room: int, display: Display) -> list[Text]:
+    """The prompts as ids, cut to the room that there is; none at all are those that ship.
+
+    Raises:
+      InputError: no prompt for another target than the shipped one, or one cannot be used.
+    """
+    if asked.text is None and asked.prompt_file is None and asked.tokens is None:
+        if models.target is not None:
+            raise InputError(
+                "no prompt: give one of PROMPT, --prompt-file and --tokens; those that ship are "
+                "for the target that ships"
             )
         asked = dataclasses.replace(asked, prompt_file=SHIPPED_PROMPTS)
-    room = flags.context_length - flags.max_new_tokens
-    prompts, texts = asked.read(tokenizer_of(flags.models, asked)), []
+    prompts, texts = asked.read(tokenizer_of(models, asked)), []
     for prompt in prompts:
         if len(prompt.ids) < 2:
             raise InputError(
@@ -117,4 +125,7 @@ def _prompts(flags: DoctorFlags) -> tuple[list[Text], int]:
                 "prompts"
             )
         texts.append(Text(prompt.id, prompt.ids[:room], min(len(prompt.ids), room)))
-    return texts, sum(len(prompt.ids) > room for prompt in prompts)
+    num_cut = sum(len(prompt.ids) > room for prompt in prompts)
+    if num_cut:
+        display.say(f"{num_cut} prompts are longer than --context-length allows, and cut")
+    return texts

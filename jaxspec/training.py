@@ -65,7 +65,7 @@ class LossConfig:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["tokens", "lengths", "is_learned", "features", "hidden"],
-    meta_fields=[],
+    meta_fields=["is_normed"],
 )
 @dataclasses.dataclass(frozen=True)
 class Batch:
@@ -77,6 +77,7 @@ class Batch:
       is_learned: [B,T] whether what the target says after this token is learned.
       features, hidden: the boundaries that the draft reads, and the last one [B,T,D], before the
         final norm; None where the target is to compute them.
+      is_normed: `hidden` lies after the final norm.
     """
 
     tokens: Any
@@ -84,6 +85,7 @@ class Batch:
     is_learned: Any
     features: Features | None = None
     hidden: Any = None
+    is_normed: bool = False
 
 
 @functools.partial(
@@ -312,7 +314,7 @@ class Trainer:
             Borrowed.of(target),
             features,
             batch.tokens,
-            target.logits(hidden_BTD),
+            target.logits(hidden_BTD, is_normed=batch.is_normed),
             batch.is_learned & is_real_BT,
             self.loss,
         )

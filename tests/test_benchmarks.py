@@ -24,6 +24,7 @@ import fresh  # noqa: E402
 import gpu  # noqa: E402
 import kernel_timing  # noqa: E402
 import node  # noqa: E402
+import published  # noqa: E402
 import registers  # noqa: E402
 import scaling  # noqa: E402
 import suite  # noqa: E402
@@ -459,3 +460,15 @@ def test_a_process_that_fails_says_why():
         fresh.run_fresh(
             [sys.executable, "-c", "import sys; print('no room', file=sys.stderr); sys.exit(3)"]
         )
+
+
+def test_published_figures_are_quoted_once():
+    """The page's table is the file's, and every figure has its source."""
+    entries = json.loads(published.RESULTS.read_text("utf-8"))["drafts"]
+    page = (BENCHMARKS / "README.md").read_text("utf-8")
+    assert published.written(page, published.page(entries)) == page
+    for entry in entries:
+        assert entry["source"].startswith("https://") and entry["read"] and entry["figures"]
+        assert all(one["measured"] is None or one["measured"] > 0 for one in entry["figures"])
+        assert {"accept_length", "accept_length_sglang", "accept_rate"} >= {entry["kind"]}
+    assert "3.201" in page and published.command(entries[0]).startswith("jaxspec generate --target")

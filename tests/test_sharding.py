@@ -169,6 +169,14 @@ def test_a_ceiling_is_that_of_one_device():
         np.testing.assert_allclose(got["draft"], want["draft"], rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
+def test_a_walk_is_that_of_one_device():
+    walks = told(("ceiling", *MORE))["walks"]
+    assert walks["mesh"]["accepted"] == walks["alone"]["accepted"]
+    assert sum(sum(of_text) for of_text in walks["alone"]["accepted"][0]) > 0
+    np.testing.assert_allclose(walks["mesh"]["surprise"], walks["alone"]["surprise"], rtol=1e-4)
+
+
 def test_full_size_is_cut_by_eight():
     """Kimi-K2.5 and a draft on 1x8: what is replicated adds at most 3 % to an eighth."""
     mesh = MeshConfig(1, 8)
@@ -380,6 +388,31 @@ def test_two_processes(checkpoints, tokens_alone, mesh):
     assert [prompt["tokens"] for prompt in got] == tokens_alone
     _, *entries = (checkpoints / f"{mesh}.jsonl").read_text().splitlines()
     assert sorted(json.loads(entry)["output_ids"] for entry in entries) == sorted(tokens_alone)
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_with_a_run_file(checkpoints, tokens_alone):
+    """Only the first has the file: the other hears from it which of the prompts is done."""
+    path, flags = checkpoints / "resumed.jsonl", ("--mesh", "1x2", "--out", "resumed.jsonl")
+
+    def run() -> list[dict[str, Any]]:
+        first, second = generate_together(checkpoints, *of_two(flags, flags), devices=1)
+        assert first.status == second.status == 0, (first.err, second.err)
+        return json.loads(first.out.splitlines()[-1])["prompts"]
+
+    whole = run()
+    header, kept, lost = path.read_text().splitlines(keepends=True)
+    path.write_text(header + kept + lost[:20])  # as a run leaves it that is killed while it writes
+    prompts = run()
+    lines = path.read_text().splitlines(keepends=True)
+    assert lines[:2] == [header, kept]
+    assert json.loads(lines[2])["output_ids"] == json.loads(lost)["output_ids"]
+    assert [prompt["tokens"] for prompt in prompts] == tokens_alone
+    again = [
+        now["decode_ms"] != then["decode_ms"] for now, then in zip(prompts, whole, strict=True)
+    ]
+    ids = [prompt["id"] for prompt in prompts]
+    assert [id for id, is_new in zip(ids, again, strict=True) if is_new] == [json.loads(lost)["id"]]
 
 
 @pytest.mark.parametrize(
