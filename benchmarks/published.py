@@ -7,8 +7,8 @@ with what the draft's command reports. --write puts the table into `README.md` b
 between its two marks.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,11 @@ def written(text: str, table: str) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--write", action="store_true", help="into README.md, in place of stdout")
+    args = parser.parse_args()
     table = page(json.loads(RESULTS.read_text("utf-8"))["drafts"])
-    if "--write" in sys.argv[1:]:
+    if args.write:
         readme = HERE / "README.md"
         readme.write_text(written(readme.read_text("utf-8"), table), "utf-8")
     else:

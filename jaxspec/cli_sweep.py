@@ -33,6 +33,9 @@ from jaxspec.flags import (
 
 __all__ = ["sweep"]
 
+LARGEST = 1024
+"""Number in a list: beyond it lie slips of the finger, whose grids would fill the memory."""
+
 
 def sweep(
     context: typer.Context,
@@ -179,7 +182,9 @@ def numbers_of(flag: str, text: str) -> tuple[int, ...]:
     for part in text.split(","):
         ends = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
         first, last = (int(ends[1]), int(ends[2] or ends[1])) if ends else (0, 0)
-        if not 1 <= first <= last:
-            raise InputError(f"{flag} is {text!r}: expected numbers from 1, as in 1,2,4 or 1-10")
+        if not 1 <= first <= last <= LARGEST:
+            raise InputError(
+                f"{flag} is {text!r}: expected numbers from 1 to {LARGEST}, as in 1,2,4 or 1-10"
+            )
         numbers |= set(range(first, last + 1))
     return tuple(sorted(numbers))

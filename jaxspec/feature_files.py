@@ -172,16 +172,21 @@ class FeatureFiles:
                 states_TKD = opened.get_tensor("hidden_states") if has_states else None
         except (OSError, safetensors.SafetensorError) as error:
             raise InputError(f"{file}: cannot be read as safetensors ({error})") from error
-        if len(shape) != 3 or shape[0] != len(tokens) or shape[1] < 2:
+        if tokens.ndim != 1 or len(shape) != 3 or shape[0] != len(tokens) or shape[1] < 2:
             raise InputError(
-                f"{file}: hidden_states {list(shape)} of {len(tokens)} tokens; expected [T, layers,"
-                " width], and two layers at least: speculators' --include-last-layer adds the last"
+                f"{file}: hidden_states {list(shape)} of token_ids {list(tokens.shape)}; expected "
+                "[T, layers, width] of [T], and two layers at least: speculators' --include-last-layer adds the last"
             )
         is_said = None
         if self.masks:
             ids, mask = self.masks.get(_number(file), ([], []))
             if ids != tokens.tolist():
                 raise InputError(f"{file}: of other tokens than its row in {ARROW} beside it")
+            if len(mask) != len(ids):
+                raise InputError(
+                    f"{file}: {len(ids)} tokens, and a loss_mask of {len(mask)} in its row in "
+                    f"{ARROW} beside it"
+                )
             is_said = np.array(mask) != 0
         if states_TKD is None:
             return FeatureSample(tokens, is_said)
@@ -205,8 +210,15 @@ class _TorchFile:
         return flat.reshape(shape)
 
     def vector(self, name: str) -> np.ndarray:
-        """Numbers [T], whatever axes of one there are."""
-        return self._read(name).reshape(-1)
+        """Numbers [T], whatever axes of one there are.
+
+        Raises:
+          InputError: there are none, or several rows of them.
+        """
+        numbers = self._read(name)
+        if numbers.size != max(numbers.shape, default=0):
+            raise InputError(f"{self.path}: {name} {list(numbers.shape)}; expected one sample, [T]")
+        return numbers.reshape(-1)
 
     def states(self, name: str) -> np.ndarray:
         """States [T, width], which may be a batch of one."""

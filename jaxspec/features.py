@@ -17,6 +17,7 @@ from jaxspec.aliases import Progress
 from jaxspec.contracts import Boundaries, Features
 from jaxspec.convert.manifest import MANIFEST, write_whole
 from jaxspec.errors import InputError
+from jaxspec.outputs import check_same_run
 from jaxspec.recording import Record, RecordConfig, record
 from jaxspec.target import Target
 from jaxspec.training_data import Windows
@@ -194,14 +195,7 @@ def _begin(out: Path, about: dict[str, Any]) -> None:
             write_whole(out / MANIFEST, about)
     except OSError as error:
         raise InputError(f"--out {out}: cannot be written ({error.strerror})") from error
-    found = _read_manifest(out)
-    differing = [name for name in about if found.get(name) != about[name]]
-    if differing:
-        name = differing[0]
-        raise InputError(
-            f"{out / MANIFEST}: of another recording, whose {name} is {found.get(name)} where this "
-            f"one's is {about[name]}; give another --out"
-        )
+    check_same_run(out / MANIFEST, _read_manifest(out), about)
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.errors import InputError
+from jaxspec.outputs import check_file
 
 __all__ = ["check_picture", "save_picture"]
 
@@ -14,8 +15,7 @@ def check_picture(path: Path) -> None:
     """Raises InputError where no picture can be written."""
     if path.suffix not in FORMATS:
         raise InputError(f"--plot {path}: expected a file that ends in {', '.join(FORMATS)}")
-    if not path.parent.is_dir():
-        raise InputError(f"--plot {path}: there is no directory {path.parent}")
+    check_file(path, f"--plot {path}")
 
 
 def save_picture(figure: Any, path: Path) -> None:

@@ -27,6 +27,7 @@ from jaxspec.draft import Draft
 from jaxspec.errors import InputError
 from jaxspec.generator import GenerateConfig, Generator, implementations
 from jaxspec.hlo import Operation, module_name, operations
+from jaxspec.outputs import check_folder
 from jaxspec.phases import part_of, phase_of
 from jaxspec.profile_report import (
     CALL,
@@ -70,9 +71,9 @@ class ProfileConfig:
 
     def check(self) -> None:
         """Raises InputError for what cannot be profiled, or not be left there."""
-        for name in ("num_steps", "repeats"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}; it starts at 1")
+        for name, count in (("num_steps (--steps)", self.num_steps), ("repeats", self.repeats)):
+            if count < 1:
+                raise InputError(f"{name} is {count}; it starts at 1")
         if len(set(self.trees)) < len(self.trees):
             raise InputError(f"the same tree twice: {', '.join(map(str, self.trees))}")
         for tree in self.trees:
@@ -83,9 +84,10 @@ class ProfileConfig:
         if self.trace is not None:
             try:
                 self.trace.mkdir(parents=True, exist_ok=True)
-                tempfile.TemporaryFile(dir=self.trace).close()
             except OSError as error:
-                raise InputError(f"--trace {self.trace}: cannot be written ({error})") from error
+                reason = error.strerror
+                raise InputError(f"--trace {self.trace}: cannot be made ({reason})") from error
+            check_folder(self.trace, f"--trace {self.trace}")
 
 
 def profile_step(

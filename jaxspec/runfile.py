@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxspec.errors import InputError
+from jaxspec.outputs import check_file, check_same_run
 from jaxspec.report import PromptReport
 from jaxspec.requests import Completion
 
@@ -38,8 +39,7 @@ class LinesFile:
         """
         self._path, self._kind, self._header = path, kind, {"format": kind, **header}
         self._size = 0
-        if not path.parent.is_dir():
-            raise InputError(f"{path}: there is no directory {path.parent}")
+        check_file(path, str(path))
         try:
             content = path.read_bytes() if path.exists() else b""
         except OSError as error:
@@ -80,20 +80,13 @@ class LinesFile:
         self._keep(entry)
 
     def _check(self, line: str) -> None:
-        header = self._header
         try:
             found = json.loads(line)
         except ValueError:
             found = None
         if not isinstance(found, dict) or found.get("format") != self._kind:
             raise InputError(f"{self._path}: exists and is no {self._kind} file; name another one")
-        there, here = _flat(found), _flat(header)
-        for key in sorted(here.keys() | there.keys()):
-            if there.get(key) != here.get(key):
-                raise InputError(
-                    f"{self._path}: holds another run, which cannot be gone on with: {key} is "
-                    f"{there.get(key)!r} there and {here.get(key)!r} here; name another file"
-                )
+        check_same_run(self._path, found, self._header)
 
 
 class RunFile(LinesFile):
@@ -133,14 +126,6 @@ class RunFile(LinesFile):
                     "now; name another file"
                 )
         return completion
-
-
-def _flat(header: dict[str, Any]) -> dict[str, Any]:
-    """A header with each flag by itself."""
-    flags = header.get("flags")
-    of_flags = flags if isinstance(flags, dict) else {}
-    rest = {name: value for name, value in header.items() if value is not of_flags}
-    return rest | {f"flag {name}": value for name, value in of_flags.items()}
 
 
 def _asked(prompt_ids: Sequence[int], settings: Mapping[str, Any]) -> dict[str, Any]:

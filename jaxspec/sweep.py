@@ -95,11 +95,6 @@ def measure(
     texts = _texts(log, target, draft, prompts, config, show)
     num_rounds = config.rounds if num_rounds is None else min(num_rounds, config.rounds)
     for batch_size in config.batch_sizes:
-        if batch_size > len(texts):
-            raise InputError(
-                f"batch size {batch_size}: only {len(texts)} texts do not loop, and a text in two "
-                "places would share its experts: give more prompts"
-            )
         timer = Timer(target, draft, config, texts, batch_size, log, dict(env), show)
         timer.run(num_rounds)
     return log
@@ -146,8 +141,13 @@ def _texts(
     """The texts that do not loop, written and walked along, unless the log has them.
 
     Raises:
-      InputError: the prompts are no text, or all that is written loops.
+      InputError: the prompts are no text, or too little that is written does not loop.
     """
+    if (most := max(config.batch_sizes)) > len(prompts):
+        raise InputError(
+            f"batch size {most} (--batch-size) and {len(prompts)} prompts: each place takes a text "
+            "of its own, since equal ones share their experts"
+        )
     batch = min(len(prompts), WALK_BATCH)
     slots = max((len(prompt.ids) for prompt in prompts), default=0) + config.max_new_tokens
     walker = Walker(target, draft, slots, config.max_new_tokens - 1, batch)
@@ -174,6 +174,11 @@ def _texts(
         raise InputError(
             f"all of {len(entry['texts'])} texts repeat themselves, which any draft foresees: give "
             "other prompts, or a temperature"
+        )
+    if most > len(kept):
+        raise InputError(
+            f"batch size {most} (--batch-size): only {len(kept)} of {len(prompts)} texts do not "
+            "loop, and each place takes one of its own: give more prompts, or a temperature"
         )
     if log.find("walk") is None:
         pairs = [(text["prompt_ids"], text["output_ids"]) for text in kept]

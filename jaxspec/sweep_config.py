@@ -62,11 +62,20 @@ class SweepConfig:
         """Raises InputError for what cannot be measured."""
         if not self.trees or not self.batch_sizes:
             raise InputError("there is nothing to sweep: no tree, or no batch size")
+        for name, count, least in (
+            ("max_new_tokens", self.max_new_tokens, 16),
+            ("rounds", self.rounds, 1),
+            ("num_timed (--timed)", self.num_timed, 1),
+        ):
+            if count < least:
+                raise InputError(f"{name} is {count}; it starts at {least}")
         for tree in self.trees:
             tree.check()
-        for name, least in (("max_new_tokens", 16), ("rounds", 1), ("num_timed", 1)):
-            if getattr(self, name) < least:
-                raise InputError(f"{name} is {getattr(self, name)}; it starts at {least}")
+            if tree.levels + 1 >= self.max_new_tokens:
+                raise InputError(
+                    f"tree {tree}: a step of it may emit {tree.levels + 1} tokens, and texts are "
+                    f"of {self.max_new_tokens} (--max-new-tokens), the first of them from prefill"
+                )
         if min(self.batch_sizes) < 1:
             raise InputError(f"batch_sizes are {self.batch_sizes}; they start at 1")
         Request((0,), self.temperature).check_settings()
@@ -74,4 +83,4 @@ class SweepConfig:
     def num_steps(self, tree: TreeConfig | None) -> int:
         """Of a timed call: so many that no text can end before."""
         levels = 0 if tree is None else tree.levels
-        return min(MOST_STEPS, (self.max_new_tokens - 1) // (levels + 1) or 1)
+        return min(MOST_STEPS, (self.max_new_tokens - 1) // (levels + 1))

@@ -11,6 +11,14 @@ from jaxspec.runfile import LinesFile
 __all__ = ["FORMAT", "SweepLog"]
 
 FORMAT = "jaxspec-sweep-1"
+_VALUES = {
+    "texts": ("texts", "surprise", "uniform"),
+    "walk": ("steps",),
+    "trees": ("batch_size", "trees"),
+    "round": ("env", "batch_size", "round", "texts", "cells"),
+    "whole": ("env", "batch_size", "round", "tree", "texts", "cells"),
+}
+"""What an entry is, and what it has."""
 
 
 class SweepLog:
@@ -18,7 +26,7 @@ class SweepLog:
 
     Attributes:
       header: whose they are: target, draft, version, machine and flags.
-      entries: each with `what` it is: "texts", "walk", "trees", "round" or "whole".
+      entries: each with `what` it is, one of `_VALUES`, and the values of such a one.
     """
 
     def __init__(self, header: Mapping[str, Any], path: Path | None = None) -> None:
@@ -40,11 +48,10 @@ class SweepLog:
           InputError: there is no such file, or it is damaged.
         """
         try:
-            first = path.read_text("utf-8").partition("\n")[0]
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read ({error.strerror})") from error
-        header = json.loads(first)
-        del header["format"]
+            header = json.loads(path.read_text("utf-8").partition("\n")[0])
+            del header["format"]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise InputError(f"{path}: no {FORMAT} file can be read there ({error!r})") from error
         return cls(header, path)
 
     def find(self, what: str, **values: Any) -> dict[str, Any] | None:
@@ -74,5 +81,6 @@ class _File(LinesFile):
         super().__init__(path, FORMAT, header)
 
     def _keep(self, entry: dict[str, Any]) -> None:
-        entry["what"]  # or it is no entry
+        for name in _VALUES[entry["what"]]:
+            entry[name]  # or it is damaged
         self._entries.append(entry)

@@ -78,10 +78,8 @@ class Timer:
         if len(trees) <= NUM_CORNERS + self.config.num_timed:
             chosen = list(trees)
         else:
-            names, label = (
-                [PLAIN, *map(str, chosen)],
-                f"corners of the grid, batch {self.batch_size}",
-            )
+            names = [PLAIN, *map(str, chosen)]
+            label = f"corners of the grid, batch {self.batch_size}"
             self._compile(names)
             ms: dict[str, list[float]] = {name: [] for name in names}
             for number, name in itertools.product(range(CORNER_ROUNDS), names):

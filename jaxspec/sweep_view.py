@@ -104,7 +104,8 @@ def draw_sweep(report: SweepReport, path: Path) -> None:
         axes.set_title(f"{setting.name}\n{title}" if setting.env else title, fontsize=9)
     for axes in list(grid.flat)[len(panels) :]:
         axes.set_axis_off()
-    figure.suptitle(f"measured: {report.draft} for {report.target}, {report.dtype}", fontsize=9)
+    said = f"{report.draft} for {report.target}, {report.dtype}"
+    figure.suptitle(f"measured on {report.machine}:\n{said}", fontsize=9)
     save_picture(figure, path)
 
 

@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 
 from jaxspec.convert.manifest import write_whole
 from jaxspec.errors import InputError
+from jaxspec.outputs import check_same_run
 from jaxspec.training import StepReport, TrainState
 
 __all__ = ["Checkpoints", "Evaluation", "Metrics"]
@@ -61,7 +62,7 @@ class Checkpoints:
         path = out / "run.json"
         try:
             if path.is_file():
-                _check_same(path, json.loads(path.read_text("utf-8")), about)
+                check_same_run(path, json.loads(path.read_text("utf-8")), about)
             elif out.exists() and any(out.iterdir()):
                 raise InputError(f"--out {out}: not empty, and no training run")
             else:
@@ -121,27 +122,6 @@ def _told(out: Path, errors: tuple[type[Exception], ...] = (OSError,)) -> Iterat
             f"--out {out}: cannot be written ({reason}); the last checkpoint is kept, and the same "
             "command goes on from there once there is room"
         ) from error
-
-
-def _check_same(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raises InputError where a directory's run is another one."""
-    both = [dict(_flat(one)) for one in (found, wanted)]
-    differing = [name for name in both[1] if both[0].get(name) != both[1][name]]
-    if differing:
-        name = differing[0]
-        raise InputError(
-            f"{path}: of another run, whose {name} is {both[0].get(name)!r} where this one's is "
-            f"{both[1][name]!r}; give another --out, or the same flags and files"
-        )
-
-
-def _flat(value: Any, name: str = "") -> Any:
-    """(name, value) of all that is no object, as in ("config.loss.num_steps", 7)."""
-    if not isinstance(value, dict):
-        yield name, value
-        return
-    for key, inner in value.items():
-        yield from _flat(inner, f"{name}.{key}" if name else key)
 
 
 class Metrics:

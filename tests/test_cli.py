@@ -165,7 +165,7 @@ def test_text_streams_and_a_run_file_resumes(run, place):
     assert resumed["output_ids"] == second["output_ids"]
     status, _, err = run(*args, "--seed", "1")
     assert status == 2
-    assert err.startswith("jaxspec: run.jsonl: holds another run")
+    assert err.startswith("jaxspec: run.jsonl: of another run")
     assert "flag seed is 0 there and 1 here" in err
     status, _, err = run(*args, "--capture-convention", "before")
     assert status == 2 and "flag capture_convention is None there and 'before' here" in err
@@ -245,7 +245,7 @@ def test_settings_of_a_prompt_and_of_the_run(run, place):
     (place / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
     status, _, err = run(*args)
     assert status == 2
-    assert "holds another run" in err and "flag prompts is" in err
+    assert "of another run" in err and "flags.prompts is" in err
 
 
 def test_a_stop_id_ends_it(run):

@@ -44,6 +44,8 @@ def run(tmp_path, monkeypatch, capsys):
         (("--draft", "none"), "there is no tree to find"),
         (("--levels", "0-3"), "--levels is '0-3': expected numbers from 1"),
         (("--batch-size", "4,x"), "--batch-size is '4,x'"),
+        (("--levels", "1-100000000"), "expected numbers from 1 to 1024"),
+        (("--plot", "."), "--plot ."),
         (("--tree", "3x1x4", "--nodes", "4"), "--nodes: --tree names the trees"),
         (("--tree", "1x1x9"), "8 nodes below the root"),
         (("--branches", "3", "--levels", "1", "--nodes", "9"), "there is no tree of these"),

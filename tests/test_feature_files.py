@@ -171,6 +171,9 @@ def test_masks_of_the_dataset_beside(tmp_path):
     save(rows | {"input_ids": TOKENS[::-1], "loss_mask": MASKS[::-1]})
     with pytest.raises(InputError, match="of other tokens than its row"):
         found(folder).read(0)
+    save(rows | {"loss_mask": [MASKS[0][1:], MASKS[1]]})
+    with pytest.raises(InputError, match="9 tokens, and a loss_mask of 8 in its row"):
+        found(folder).read(0)
 
 
 def rewritten(path: Path, **members: bytes | None) -> Path:
@@ -214,7 +217,8 @@ def test_bad_files(tmp_path, monkeypatch):
     for changed, said in (
         (arrays | {"hidden_states_scales": np.ones(9, np.float32)}, "not quantised"),
         ({"token_ids": arrays["token_ids"]}, "token_ids; expected token_ids and hidden_states"),
-        (arrays | {"token_ids": arrays["token_ids"][1:]}, "of 8 tokens; expected"),
+        (arrays | {"token_ids": arrays["token_ids"][1:]}, r"token_ids \[8\]; expected"),
+        (arrays | {"token_ids": arrays["token_ids"][:, None]}, r"token_ids \[9, 1\]; expected"),
         (arrays | {"hidden_states": arrays["hidden_states"][:, :1]}, "two layers at least"),
     ):
         save_file({name: np.ascontiguousarray(a) for name, a in changed.items()}, file)

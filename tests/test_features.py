@@ -77,7 +77,7 @@ def test_another_claim_is_refused_by_name(recorded, target):
     with pytest.raises(ContractError, match=r"wants: boundaries \(1, 2, 3\)") as refused:
         recorded.require(other)
     assert "given: boundaries (1, 2, 4)" in str(refused.value)
-    with pytest.raises(InputError, match="of another recording, whose boundaries is"):
+    with pytest.raises(InputError, match=r"of another run, .*: boundaries\.ids is"):
         record_features(target, other, WINDOWS, recorded.path)
 
 

@@ -75,7 +75,7 @@ def test_a_request_that_failed_is_in_it(tmp_path):
     [
         (
             {"flags": {"tree": "1x1x2"}},
-            "flag tree is '3x1x4' there and '1x1x2' here",
+            "flags.tree is '3x1x4' there and '1x1x2' here",
         ),
         ({"target_hash": "2"}, "target_hash is '1' there and '2' here"),
         ({"extra": 1}, "extra is None there and 1 here"),
@@ -103,7 +103,7 @@ def test_a_place_that_cannot_be_written(tmp_path):
     with pytest.raises(InputError, match="there is no directory"):
         RunFile(tmp_path / "absent" / "run.jsonl", HEADER)
     (tmp_path / "directory").mkdir()
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match="cannot be written"):
         RunFile(tmp_path / "directory", HEADER)
 
 

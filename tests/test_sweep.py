@@ -14,6 +14,7 @@ from jaxspec.doctor_texts import Text
 from jaxspec.errors import InputError
 from jaxspec.sweep import sweep
 from jaxspec.sweep_config import SweepConfig, grid
+from jaxspec.sweep_log import SweepLog
 from jaxspec.sweep_report import PLAIN, Figure, report_of
 from tests.test_ceiling import sampled_text
 
@@ -192,8 +193,8 @@ def test_goes_on(target, draft, prompts, swept, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rounds": 3}, "flag rounds is 2 there and 3 here"),
-        ({"temperature": 0.5}, "flag temperature is 0.7 there and 0.5 here"),
+        ({"rounds": 3}, "flags.rounds is 2 there and 3 here"),
+        ({"temperature": 0.5}, "flags.temperature is 0.7 there and 0.5 here"),
     ],
 )
 def test_another_sweep(target, draft, prompts, swept, change, message):
@@ -218,6 +219,7 @@ def test_random_prompts_are_refused(target, draft, prompts):
         ({"batch_sizes": (0,)}, "they start at 1"),
         ({"temperature": -1.0}, "temperature is -1"),
         ({"trees": (TreeConfig(1, 1, 9),)}, "8 nodes below the root"),
+        ({"trees": (TreeConfig(47, 1, 48),), "max_new_tokens": 48}, "may emit 48 tokens, and"),
     ],
 )
 def test_bad_configs(target, draft, prompts, change, message):
@@ -230,8 +232,35 @@ def test_more_places_than_texts(target, draft, prompts, swept, tmp_path):
     content = swept.read_text().replace('"batch_sizes": [4]', '"batch_sizes": [5]')
     (tmp_path / "log.jsonl").write_text(content)
     config = SweepConfig(**{**vars(CONFIG), "batch_sizes": (5,)})
-    with pytest.raises(InputError, match="batch size 5: only 4 texts"):
+    with pytest.raises(InputError, match=r"batch size 5 \(--batch-size\) and 4 prompts"):
         sweep(target, draft, prompts, config, out=tmp_path / "log.jsonl")
+
+
+def test_too_few_texts_that_do_not_loop(target, draft, prompts, monkeypatch):
+    """Said before any batch size is timed, not when its turn comes."""
+    loops = iter([None, 0, 0, 0])
+    monkeypatch.setattr(sweeping, "loop_start", lambda ids: next(loops))
+    written = [Text(prompt.id, prompt.ids, len(prompt.ids) - 3) for prompt in prompts]
+    monkeypatch.setattr(sweeping, "write_on", lambda *_: written)
+    config = SweepConfig(**{**vars(CONFIG), "batch_sizes": (1, 2)})
+    with pytest.raises(InputError, match=r"batch size 2 .*: only 1 of 4 texts do not loop"):
+        sweep(target, draft, prompts, config)
+
+
+@pytest.mark.parametrize("line", ['{"what": "round", "round": 0}', '{"what": "rest"}', "[1]"])
+def test_a_damaged_line(target, draft, prompts, swept, tmp_path, line):
+    """JSON, and no entry."""
+    (tmp_path / "log.jsonl").write_text(f"{swept.read_text()}{line}\n")
+    number = len(swept.read_text().splitlines()) + 1
+    with pytest.raises(InputError, match=rf"log\.jsonl, line {number}: damaged"):
+        sweep(target, draft, prompts, CONFIG, out=tmp_path / "log.jsonl")
+
+
+def test_a_log_that_is_none(tmp_path):
+    for content in ("notes", "[1]", "{}"):
+        (tmp_path / "log").write_text(content)
+        with pytest.raises(InputError, match=r"log: no jaxspec-sweep-1 file can be read there"):
+            SweepLog.read(tmp_path / "log")
 
 
 def test_all_texts_loop(target, draft, prompts, monkeypatch):
