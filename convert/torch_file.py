@@ -103,13 +103,13 @@ class _Unpickler(pickle.Unpickler):
 def read_torch_file(path: Path, problems: Problems) -> dict[str, Stored]:
     """The tensors of a file, by name; what is not one, or not all there, becomes a problem."""
     file = path.name
-    if not zipfile.is_zipfile(path):
-        problems.add(
-            f"{file}: not a zip archive: truncated, or of a torch older than 1.6; load it there "
-            "and save it again, best as model.safetensors"
-        )
-        return {}
     try:
+        if not zipfile.is_zipfile(path):
+            problems.add(
+                f"{file}: not a zip archive: truncated, or of a torch older than 1.6; load it "
+                "there and save it again, best as model.safetensors"
+            )
+            return {}
         with zipfile.ZipFile(path) as archive:
             members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             if "data.pkl" not in members or members["data.pkl"].file_size > MAX_PICKLE_BYTES:
@@ -120,20 +120,27 @@ def read_torch_file(path: Path, problems: Problems) -> dict[str, Stored]:
                 problems.add(f"{file}: byte order {order!r}; supported: little")
                 return {}
             content = _Unpickler(io.BytesIO(archive.read(members["data.pkl"]))).load()
+    except (OSError, zipfile.BadZipFile) as error:
+        problems.add(f"{file}: a damaged zip archive: {error}")
+        return {}
     except Exception as error:  # a pickle that is damaged may raise any
         problems.add(f"{file}: only tensors are read from a pickle, and nothing is run: {error}")
         return {}
     if not isinstance(content, dict):
         problems.add(f"{file}: holds a {type(content).__name__}; expected tensors by name")
         return {}
-    found = {}
+    found, file_bytes = {}, path.stat().st_size
     for name, tensor in _flat(content):
         problem = _why_not(name, tensor, members)
         if problem is not None:
             problems.add(f"{file}: {name!r} {problem}")
             continue
         member = members[f"data/{tensor.storage.key}"]
-        start = _start_of(path, member) + tensor.first * ITEM_BYTES[tensor.storage.dtype]
+        start = _start_of(path, member)
+        if start + member.file_size > file_bytes:
+            problems.add(f"{file}: {name!r} ends beyond the file: the archive is damaged")
+            continue
+        start += tensor.first * ITEM_BYTES[tensor.storage.dtype]
         found[name] = Stored(tensor.storage.dtype, tensor.shape, start)
     return found
 

@@ -131,11 +131,12 @@ class FeatureFiles:
     def _specforge(self, file: Path, has_states: bool) -> FeatureSample:
         tensors = _TorchFile(file)
         tokens, is_said = tensors.vector("input_ids"), tensors.vector("loss_mask") != 0
+        tokens = _as_ids(tokens, file)
         length = tensors.rows("hidden_state", "aux_hidden_state")
         # Batches were padded to their longest; states were cut to the sample.
         if min(len(tokens), len(is_said)) < length:
             raise InputError(f"{file}: {len(tokens)} input_ids, states of {length} tokens")
-        tokens, is_said = tokens[:length].astype(np.int32), is_said[:length]
+        tokens, is_said = tokens[:length], is_said[:length]
         if not has_states:
             return FeatureSample(tokens, is_said)
         return FeatureSample(
@@ -152,7 +153,7 @@ class FeatureFiles:
                 f"{file}: {len(tokens)} input_ids, {len(is_said)} of loss_mask, {len(names)} "
                 f"hidden_states of {length} tokens; expected one length, and two layers at least"
             )
-        tokens = tokens.astype(np.int32)
+        tokens = _as_ids(tokens, file)
         if not has_states:
             return FeatureSample(tokens, is_said)
         *chunks, last = (tensors.states(name) for name in names)
@@ -167,7 +168,7 @@ class FeatureFiles:
                         f"{file}: {', '.join(sorted(names))}; expected token_ids and "
                         "hidden_states, not quantised"
                     )
-                tokens = opened.get_tensor("token_ids").astype(np.int32)
+                tokens = _as_ids(opened.get_tensor("token_ids"), file)
                 shape = opened.get_slice("hidden_states").get_shape()
                 states_TKD = opened.get_tensor("hidden_states") if has_states else None
         except (OSError, safetensors.SafetensorError) as error:
@@ -190,7 +191,7 @@ class FeatureFiles:
             is_said = np.array(mask) != 0
         if states_TKD is None:
             return FeatureSample(tokens, is_said)
-        flat = states_TKD[:, :-1].reshape(len(tokens), -1)
+        flat = states_TKD[:, :-1].reshape(len(tokens), (shape[1] - 1) * shape[2])
         return FeatureSample(tokens, is_said, flat, states_TKD[:, -1])
 
 
@@ -269,6 +270,13 @@ def _masks(folder: Path) -> dict[int, tuple[list[int], list[int]]]:
             raise InputError(f"{path}: no input_ids and loss_mask can be read ({error})") from error
         rows += [(row["input_ids"], row["loss_mask"]) for row in table.to_pylist()]
     return dict(enumerate(rows))
+
+
+def _as_ids(tokens: np.ndarray, file: Path) -> np.ndarray:
+    """Token ids as int32; raises InputError where they are no whole numbers."""
+    if tokens.dtype.kind not in "iu":
+        raise InputError(f"{file}: token ids in {tokens.dtype}; expected integers")
+    return tokens.astype(np.int32)
 
 
 def _number(file: Path) -> int:

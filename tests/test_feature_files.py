@@ -220,10 +220,32 @@ def test_bad_files(tmp_path, monkeypatch):
         (arrays | {"token_ids": arrays["token_ids"][1:]}, r"token_ids \[8\]; expected"),
         (arrays | {"token_ids": arrays["token_ids"][:, None]}, r"token_ids \[9, 1\]; expected"),
         (arrays | {"hidden_states": arrays["hidden_states"][:, :1]}, "two layers at least"),
+        (arrays | {"token_ids": arrays["token_ids"] + 0.5}, "in float64; expected integers"),
     ):
         save_file({name: np.ascontiguousarray(a) for name, a in changed.items()}, file)
         with pytest.raises(InputError, match=said):
             found(file).read(0)
+    nothing = {name: array[:0] for name, array in arrays.items()}
+    save_file(nothing, file)
+    assert len(found(file).read(0).tokens) == 0
+
+
+def test_bytes_that_were_changed(tmp_path):
+    """Whatever three of them are: read, or one message; never another error."""
+    golden = (torch_reference.GOLDEN / "speculators-0.pt").read_bytes()
+    file, rng = tmp_path / "data_0.pt", np.random.default_rng(0)
+    refused = 0
+    for _ in range(150):  # the 26th had zipfile, and the 136th numpy, raise errors of their own
+        content = bytearray(golden)
+        for _ in range(3):
+            content[rng.integers(len(content))] = rng.integers(256)
+        file.write_bytes(content)
+        try:
+            found(file).read(0)
+        except InputError as error:
+            assert "data_0.pt" in str(error)
+            refused += 1
+    assert 0 < refused < 150
 
 
 @pytest.mark.slow
