@@ -86,7 +86,7 @@ class ProfileConfig:
                 self.trace.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 reason = error.strerror
-                raise InputError(f"--trace {self.trace}: cannot be made ({reason})") from error
+                raise InputError(f"--trace {self.trace}: cannot be written ({reason})") from error
             check_folder(self.trace, f"--trace {self.trace}")
 
 

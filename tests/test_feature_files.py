@@ -242,8 +242,7 @@ def test_bytes_that_were_changed(tmp_path):
         file.write_bytes(content)
         try:
             found(file).read(0)
-        except InputError as error:
-            assert "data_0.pt" in str(error)
+        except InputError:
             refused += 1
     assert 0 < refused < 150
 

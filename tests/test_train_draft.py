@@ -129,7 +129,9 @@ def test_interrupted_it_goes_on_to_the_same_bits(config, whole, target, windows,
     lines = [json.loads(line)["batch"] for line in metrics.read_text().splitlines()]
     assert lines == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
     other = dataclasses.replace(config, seed=3)
-    with pytest.raises(InputError, match=r"run\.json: of another run, .*: config\.seed is 0 there and 3 here"):
+    with pytest.raises(
+        InputError, match=r"run\.json: of another run, .*: config\.seed is 0 there and 3 here"
+    ):
         run(target, windows, out, other)
 
 
