@@ -40,25 +40,24 @@ NUM_CHUNKS = 16
 share a mesh's axis evenly, up to 16 of them, read nothing that they do not need."""
 
 
-NO_SYNC = tensorstore.Context(
-    {"file_io_sync": False, "cache_pool#ocdbt": {"total_bytes_limit": 10**8}}
-)
-"""Of the store: what it writes reaches the disk later, while the next piece is written."""
-
-
 class _InChunks(ocp.type_handlers.NumpyHandler):
     """Orbax's writer of numpy arrays, except for the chunks.
 
     Orbax offers one chunk, one for each row, or cuts through the longest axis, whichever that is.
     Were this method of its not called any more, checkpoints would be right, and read whole.
+
+    Attributes:
+      context: TensorStore's, of one piece: it remembers what lies under a path.
     """
+
+    context: tensorstore.Context
 
     async def _open_and_write(
         self, value: np.ndarray, tspec: dict[str, Any], ts_context: Any
     ) -> None:
         shape = chunk_shape(tspec["kvstore"]["path"], value.shape)
         tspec["metadata"]["chunks"] = list(shape)
-        await super()._open_and_write(value, tspec, NO_SYNC)
+        await super()._open_and_write(value, tspec, self.context)
 
 
 def chunk_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -81,7 +80,7 @@ def writing_to(directory: Path) -> Iterator[Callable[[Piece], None]]:
     """
     # A piece changes no more: to copy it first would take its size again.
     registry = ocp.type_handlers.create_type_handler_registry(
-        (np.ndarray, _InChunks(deepcopy_host_arrays=False)),
+        (np.ndarray, in_chunks := _InChunks(deepcopy_host_arrays=False)),
         (jax.Array, ocp.type_handlers.ArrayHandler()),  # Orbax warns where there is none
     )
     # Weights hardly compress, and trying takes half of the time.
@@ -94,6 +93,10 @@ def writing_to(directory: Path) -> Iterator[Callable[[Piece], None]]:
             tree = traverse_util.unflatten_dict(piece.leaves, sep=".")
             path = directory.absolute() / piece.name
             _check_room(path, sum(leaf.nbytes for leaf in piece.leaves.values()))
+            # What it writes reaches the disk while the next piece is written: see `_record`.
+            in_chunks.context = tensorstore.Context(
+                {"file_io_sync": False, "cache_pool#ocdbt": {"total_bytes_limit": 10**8}}
+            )
             args = ocp.args.PyTreeSave(tree, ocdbt_target_data_file_size=FILE_BYTES)
             with _as_os_error(path):
                 checkpointer.save(path, args)

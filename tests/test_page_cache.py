@@ -1,6 +1,7 @@
 """A conversion gives back the memory of what it has read and written, and uses its own again."""
 
 import os
+import shutil
 import weakref
 from itertools import pairwise
 from typing import cast
@@ -41,6 +42,9 @@ def test_all_that_was_read_and_written_is_given_back(tmp_path, monkeypatch):
         assert len(runs) < len(held), "what lies side by side goes at once"
     stored = [path for path in (tmp_path / "out" / "params").rglob("*") if path.is_file()]
     assert given == {p.stat().st_ino: [(0, 0)] for p in stored if p.name != "files.json"}
+    # The same place again: the store knows nothing any more of what lay there.
+    shutil.rmtree(tmp_path / "out")
+    assert convert(directory, tmp_path / "out").manifest == manifest
 
 
 def test_arrays_are_lent_again_and_not_kept():
