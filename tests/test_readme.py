@@ -18,6 +18,7 @@ import front_page  # noqa: E402
 README = (ROOT / "README.md").read_text("utf-8")
 PROTOCOL = (ROOT / "benchmarks" / "PROTOCOL.md").read_text("utf-8")
 BENCHMARKS = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
+RECIPE = (ROOT / "benchmarks" / "train_mini" / "README.md").read_text("utf-8")
 
 
 def blocks(language: str, page: str = README) -> list[str]:
@@ -76,7 +77,9 @@ def test_commands_exist():
             assert name.replace("-", "_") in known
 
 
-@pytest.mark.parametrize(("page", "fewest"), [(README, 10), (PROTOCOL, 15), (BENCHMARKS, 1)])
+@pytest.mark.parametrize(
+    ("page", "fewest"), [(README, 10), (PROTOCOL, 15), (BENCHMARKS, 1), (RECIPE, 1)]
+)
 def test_flags_of_commands_exist(page, fewest):
     group, checked = typer.main.get_command(cli.app), 0
     for program, *words in command_lines(page):
