@@ -13,12 +13,14 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 from flax import traverse_util
 
 from jaxspec.config import MeshConfig
@@ -38,6 +40,12 @@ NUM_CHUNKS = 16
 share a mesh's axis evenly, up to 16 of them, read nothing that they do not need."""
 
 
+NO_SYNC = tensorstore.Context(
+    {"file_io_sync": False, "cache_pool#ocdbt": {"total_bytes_limit": 10**8}}
+)
+"""Of the store: what it writes reaches the disk later, while the next piece is written."""
+
+
 class _InChunks(ocp.type_handlers.NumpyHandler):
     """Orbax's writer of numpy arrays, except for the chunks.
 
@@ -50,7 +58,7 @@ class _InChunks(ocp.type_handlers.NumpyHandler):
     ) -> None:
         shape = chunk_shape(tspec["kvstore"]["path"], value.shape)
         tspec["metadata"]["chunks"] = list(shape)
-        await super()._open_and_write(value, tspec, ts_context)
+        await super()._open_and_write(value, tspec, NO_SYNC)
 
 
 def chunk_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -66,6 +74,8 @@ def chunk_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 def writing_to(directory: Path) -> Iterator[Callable[[Piece], None]]:
     """A function that writes a piece under `directory`.
 
+    It returns before the piece has reached the disk, but not before the one before has.
+
     Raises:
       OSError: the file system has no room, or fails.
     """
@@ -76,8 +86,9 @@ def writing_to(directory: Path) -> Iterator[Callable[[Piece], None]]:
     )
     # Weights hardly compress, and trying takes half of the time.
     handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
-    with ocp.Checkpointer(handler) as checkpointer:
+    with ocp.Checkpointer(handler) as checkpointer, ThreadPoolExecutor(1) as pool:
         directory.mkdir(exist_ok=True)
+        recording: list[Future[None]] = []
 
         def write(piece: Piece) -> None:
             tree = traverse_util.unflatten_dict(piece.leaves, sep=".")
@@ -86,12 +97,23 @@ def writing_to(directory: Path) -> Iterator[Callable[[Piece], None]]:
             args = ocp.args.PyTreeSave(tree, ocdbt_target_data_file_size=FILE_BYTES)
             with _as_os_error(path):
                 checkpointer.save(path, args)
-            sizes = sizes_of(path)
-            for file in sizes:
-                uncache(path / file)
-            write_whole(path / RECORD, sizes)
+            while recording:
+                recording.pop().result()
+            recording.append(pool.submit(_record, path))
 
         yield write
+        while recording:
+            recording.pop().result()
+
+
+def _record(path: Path) -> None:
+    """Says of a piece that it is complete, once all of it is on the disk."""
+    sizes = sizes_of(path)
+    for file in sizes:
+        with (path / file).open("rb") as stream:
+            os.fsync(stream.fileno())
+        uncache(path / file)
+    write_whole(path / RECORD, sizes)
 
 
 def _check_room(path: Path, num_bytes: int) -> None:
