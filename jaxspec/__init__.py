@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from jaxspec.plan import plan as plan_devices
     from jaxspec.plan_models import PlanConfig
     from jaxspec.plan_report import PlanReport
+    from jaxspec.profile_report import ProfileReport
+    from jaxspec.profiling import ProfileConfig, profile_step
     from jaxspec.prompts import Prompt
     from jaxspec.record_comparison import compare_records
     from jaxspec.recording import RecordConfig, record
@@ -62,6 +64,8 @@ __all__ = [
     "Numerics",
     "PlanConfig",
     "PlanReport",
+    "ProfileConfig",
+    "ProfileReport",
     "Prompt",
     "RecordConfig",
     "Request",
@@ -88,6 +92,7 @@ __all__ = [
     "load_target",
     "load_tokenizer",
     "plan_devices",
+    "profile_step",
     "read_samples",
     "record",
     "score_gsm8k",
@@ -117,6 +122,8 @@ _MODULES = {
     "plan": ("plan_devices",),
     "plan_models": ("PlanConfig",),
     "plan_report": ("PlanReport",),
+    "profile_report": ("ProfileReport",),
+    "profiling": ("ProfileConfig", "profile_step"),
     "prompts": ("Prompt",),
     "record_comparison": ("compare_records",),
     "recording": ("RecordConfig", "record"),

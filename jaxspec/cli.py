@@ -17,6 +17,7 @@ from jaxspec.cli_convert import convert, inspect
 from jaxspec.cli_doctor import doctor
 from jaxspec.cli_export import export
 from jaxspec.cli_plan import plan
+from jaxspec.cli_profile import profile
 from jaxspec.cli_record import record
 from jaxspec.cli_score import score
 from jaxspec.cli_start import join, mesh_of, tree_of
@@ -34,6 +35,7 @@ from jaxspec.flags import (
     DraftFlag,
     DraftRotaryFlag,
     DtypeFlag,
+    ImplementationFlag,
     JoinTimeoutFlag,
     JsonFlag,
     MeshFlag,
@@ -158,13 +160,7 @@ def generate(
     num_processes: NumProcessesFlag = None,
     process_index: ProcessIndexFlag = None,
     join_timeout: JoinTimeoutFlag = None,
-    implementation: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Of the kernels: mosaic or xla. Default: each takes mosaic where that can run.",
-        ),
-    ] = None,
+    implementation: ImplementationFlag = None,
     ceiling: Annotated[
         bool,
         typer.Option(
@@ -256,7 +252,9 @@ def tokenize(
         print(json.dumps([list(prompt.ids) for prompt in report.prompts]))
 
 
-for command in (record, convert, inspect, plan, export, compare, score, doctor, train_draft, sweep):
+for command in (record, convert, inspect, plan, export, compare, score, doctor, train_draft):
+    app.command()(command)
+for command in (profile, sweep):
     app.command()(command)
 
 

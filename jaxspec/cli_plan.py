@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from jaxspec.errors import InputError
-from jaxspec.flags import DEFAULT_TREE, CacheFlag, JsonFlag
+from jaxspec.flags import DEFAULT_TREE, CacheFlag, JsonFlag, TreesFlag
 
 __all__ = ["plan"]
 
@@ -40,13 +40,7 @@ def plan(
         ),
     ] = "1x8",
     cache: CacheFlag = None,
-    tree: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="LEVELSxBRANCHESxNODES",
-            help=f"Shape of the draft tree; may be repeated. Default: {DEFAULT_TREE}.",
-        ),
-    ] = None,
+    tree: TreesFlag = None,
     batch_size: Annotated[int, typer.Option(help="Sequences at a time, all groups together.")] = 1,
     context_length: Annotated[
         int, typer.Option(metavar="N", help="Tokens of each sequence, all of them cached.")

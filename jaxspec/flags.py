@@ -27,6 +27,7 @@ __all__ = [
     "DraftFlag",
     "DraftRotaryFlag",
     "DtypeFlag",
+    "ImplementationFlag",
     "JoinTimeoutFlag",
     "JsonFlag",
     "MeshFlag",
@@ -38,6 +39,7 @@ __all__ = [
     "TargetFlag",
     "ThinkingFlag",
     "TokensFlag",
+    "TreesFlag",
     "dtype_of",
     "given",
     "ids_of",
@@ -96,6 +98,21 @@ DtypeFlag = Annotated[
     typer.Option(
         "--dtype",
         help="Of weights, activations and caches. Default: float32 on a CPU, bfloat16 elsewhere.",
+    ),
+]
+ImplementationFlag = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Of the kernels: mosaic or xla. Default: each takes mosaic where that can run.",
+    ),
+]
+TreesFlag = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tree",
+        metavar="LEVELSxBRANCHESxNODES",
+        help=f"Shape of the draft tree; may be repeated. Default: {DEFAULT_TREE}.",
     ),
 ]
 MeshFlag = Annotated[

@@ -232,6 +232,35 @@ class Generator:
         """
         return Stream(self, requests, should_stop)
 
+    def admit(self, requests: Sequence[Request]) -> float:
+        """Milliseconds that it takes to begin these requests, one for each place of the batch.
+
+        With `decode`, for who measures: the programs that `stream` runs, one call at a time.
+        """
+        self._current = None  # an earlier run has lost its places
+        self._set_idle(np.ones(self.config.batch_size, bool))
+        return self._timed(self._prefill, self._admission(dict(enumerate(requests))))
+
+    def decode(self) -> float:
+        """Milliseconds that the next `steps_per_call` steps take, all in one call.
+
+        Raises:
+          FloatingPointError: target or draft computed something that is not finite.
+          RuntimeError: a request came to its end within the steps.
+        """
+        took_ms = self._timed(self._decode, np.int32(self.config.steps_per_call))
+        for status in self._fetch(self._state.status).tolist():
+            if status in _NOT_FINITE:
+                raise FloatingPointError(_NOT_FINITE[status])
+            if status != Status.RUNNING:
+                raise RuntimeError("a request came to its end within the steps")
+        return took_ms
+
+    @property
+    def decode_hlo(self) -> str:
+        """The text of the compiled program that `decode` runs."""
+        return self._decode.as_text()
+
     def check(self, requests: Sequence[Request]) -> None:
         """Raises InputError for requests that cannot be served whatever the capacity."""
         for index, request in enumerate(requests):

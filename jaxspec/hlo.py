@@ -10,12 +10,23 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["Collective", "Run", "Write", "collectives", "loop_writes", "runs"]
+__all__ = [
+    "Collective",
+    "Operation",
+    "Run",
+    "Write",
+    "collectives",
+    "loop_writes",
+    "module_name",
+    "operations",
+    "runs",
+]
 
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4,
           "f32": 4, "s64": 8, "u64": 8, "f64": 8, "s4": 0.5, "u4": 0.5, "f8e4m3fn": 1}  # fmt: skip
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\(")
+_MODULE = re.compile(r"^HloModule ([\w.\-]+)")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _CALLED = re.compile(
     r"(?:body|condition|true_computation|false_computation|calls|to_apply)=%?([\w.\-]+)"
@@ -31,6 +42,8 @@ _COLLECTIVES = {"all-reduce", "all-gather", "all-to-all", "reduce-scatter", "col
 # They hand buffers on, or update one where it lies; a copy they needed would stand there itself.
 _IN_PLACE = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call",
              "dynamic-update-slice", "scatter", "constant", "optimization-barrier"}  # fmt: skip
+
+_RUNS_OTHERS = {"while", "conditional", "call"}
 
 # They start nothing on the device. An asynchronous -done waits for what its -start has started.
 _STARTS_NOTHING = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all",
@@ -222,8 +235,72 @@ def runs(hlo: str, turns_of: Callable[[str], float]) -> list[Run]:
         wait = Run("while", scopes, looks, 0)
         return [wait, *visit(condition, looks, scopes), *visit(body, times * turns, scopes)]
 
+    return visit(_entry(hlo), 1, ())
+
+
+class Operation(NamedTuple):
+    """An instruction that a profile may name.
+
+    Attributes:
+      opcode: of the instruction itself; of an asynchronous start or end, that of the whole.
+      num_bytes: of its result, on each device.
+      scopes: each way of reaching it, as `Run.scopes` has one: two loops that are equal may share a
+        body.
+    """
+
+    opcode: str
+    num_bytes: float
+    scopes: set[tuple[str, ...]]
+
+    @property
+    def is_collective(self) -> bool:
+        return self.opcode in _COLLECTIVES
+
+    @property
+    def runs_others(self) -> bool:
+        """Whether all that it does is to run other instructions."""
+        return self.opcode in _RUNS_OTHERS
+
+
+def operations(hlo: str) -> dict[str, Operation]:
+    """The instructions of a program by name, without those inside fusions.
+
+    Raises:
+      ValueError: the text holds no computation.
+    """
+    computations, found = _parse(hlo), {}
+
+    def visit(name: str, outer: tuple[str, ...]) -> None:
+        for i in computations[name].values():
+            opcode = i.opcode.removesuffix("-start").removesuffix("-done")
+            operation = found.setdefault(i.name, Operation(opcode, _result_bytes(i), set()))
+            scopes = (*outer, _scope(i))
+            if scopes not in operation.scopes:
+                operation.scopes.add(scopes)
+                if i.opcode in _RUNS_OTHERS:
+                    for called in _called(i):
+                        visit(called, scopes)
+
+    visit(_entry(hlo), ())
+    return found
+
+
+def module_name(hlo: str) -> str:
+    """The name under which a profile lists the program.
+
+    Raises:
+      ValueError: the text has no such header.
+    """
+    found = _MODULE.match(hlo)
+    if found is None:
+        raise ValueError("no HloModule line: this is not the text of a compiled program")
+    return found[1]
+
+
+def _entry(hlo: str) -> str:
+    """The name of the computation with which a program begins."""
     entry = next(line for line in hlo.splitlines() if line.startswith("ENTRY "))
-    return visit(_COMPUTATION.findall(entry)[0], 1, ())
+    return _COMPUTATION.findall(entry)[0]
 
 
 def _result_bytes(instruction: _Instruction) -> float:

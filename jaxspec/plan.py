@@ -25,6 +25,7 @@ from jaxspec.errors import InputError
 from jaxspec.generator import GenerateConfig
 from jaxspec.hlo import Run, runs
 from jaxspec.kernels.gqa_attention import ROW, num_turns
+from jaxspec.phases import LOOP, PHASES, phase_of
 from jaxspec.plan_compile import absent_devices, compile_prefill, compile_step
 from jaxspec.plan_models import PlanConfig, abstract_models
 from jaxspec.plan_report import Exchange, Memory, PlanReport, ProgramPlan
@@ -34,10 +35,7 @@ from jaxspec.step import State
 from jaxspec.target import Target
 from jaxspec.traffic import StepShape, distinct_experts, most_experts, work_of_step
 
-__all__ = ["phase_of", "plan", "what_runs"]
-
-PHASES = ("propose", "verify", "accept", "commit", "extend")
-"""The named scopes of `step.step`; what stands in none of them is the loop's own."""
+__all__ = ["plan", "what_runs"]
 
 
 def plan(
@@ -169,20 +167,11 @@ def _row_width(draft: Draft | None, mesh: MeshConfig) -> int:
     return draft.config.num_key_value_heads // mesh.model * draft.config.head_dim
 
 
-def phase_of(run: Run) -> str:
-    """The phase of the step that something is part of; "loop" is around them."""
-    for scope in run.scopes:
-        for phase in PHASES:
-            if f"/{phase}/" in scope:
-                return phase
-    return "loop"
-
-
 def _by_phase(counted: Iterable[tuple[Run, float]]) -> dict[str, float]:
     sums: dict[str, float] = collections.defaultdict(float)
     for run, amount in counted:
-        sums[phase_of(run)] += amount
-    return {phase: sums[phase] for phase in (*PHASES, "loop") if phase in sums}
+        sums[phase_of(run.scopes)] += amount
+    return {phase: sums[phase] for phase in (*PHASES, LOOP) if phase in sums}
 
 
 def _exchanges(done: Iterable[Run], mesh: MeshConfig) -> tuple[Exchange, ...]:
@@ -190,7 +179,7 @@ def _exchanges(done: Iterable[Run], mesh: MeshConfig) -> tuple[Exchange, ...]:
     times: dict[tuple[str, str, float], float] = collections.defaultdict(float)
     for run in done:
         if run.is_collective:
-            times[phase_of(run), run.opcode, run.num_bytes] += run.times
+            times[phase_of(run.scopes), run.opcode, run.num_bytes] += run.times
     return tuple(Exchange(*alike, count, mesh.model) for alike, count in times.items())
 
 

@@ -79,8 +79,10 @@ def propose(
       root_B: the last token sampled, at position `length_B`.
       length_B: committed rows of the draft's cache; the last of them holds the root token.
     """
-    levels = grow(draft, seed, length_B, cache, target, shape.levels, shape.branches)
-    return build_from_levels(root_B, *levels, nodes=shape.nodes)
+    with jax.named_scope("levels"):
+        levels = grow(draft, seed, length_B, cache, target, shape.levels, shape.branches)
+    with jax.named_scope("tree"):
+        return build_from_levels(root_B, *levels, nodes=shape.nodes)
 
 
 @typed

@@ -166,7 +166,7 @@ class Target(nnx.Module):
             x_BTD, captured_KBTD = carry
             captured_KBTD = captured_KBTD.at[jnp.asarray(slot_of)[index]].set(x_BTD)
             x_BTD, rows = attend(layer, x_BTD, index)
-            with jax.named_scope("mlp"):
+            with jax.named_scope("dense"):
                 x_BTD = add(x_BTD, layer.mlp(layer.post_norm(x_BTD)), mesh=mesh)
             return (x_BTD, captured_KBTD), (rows,)
 

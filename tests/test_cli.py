@@ -435,7 +435,7 @@ def test_sglang_spelling_of_the_tree(run):
 
 
 @pytest.mark.parametrize(
-    "command", ["generate", "tokenize", "record", "convert", "export", "inspect", "plan"]
+    "command", ["generate", "tokenize", "record", "convert", "export", "inspect", "plan", "profile"]
 )
 def test_help_states_every_default(run, command):
     status, out, _ = run(command, "--help")

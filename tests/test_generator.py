@@ -306,3 +306,12 @@ def test_a_draft_that_is_nan_is_not_silent(target, draft):
     generator = make(target, bad)
     with pytest.raises(FloatingPointError, match="draft"):
         generator.run([Request(prompt(5), max_new_tokens=20)])
+
+
+def test_one_call_at_a_time(free):
+    """For who measures. What ends within the steps is no step of the whole batch any more."""
+    requests = [Request(prompt(3), max_new_tokens=20)] * PLACES
+    assert free.admit(requests) > 0 and free.decode() > 0
+    free.admit([*requests[1:], Request(prompt(3), max_new_tokens=2)])
+    with pytest.raises(RuntimeError, match="came to its end"):
+        free.decode()

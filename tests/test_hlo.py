@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxspec.hlo import collectives, loop_writes, runs
+from jaxspec.hlo import collectives, loop_writes, module_name, operations, runs
 
 
 def compiled_text(body, *shapes):
@@ -145,3 +145,16 @@ def test_what_a_gpu_is_started_with():
 def test_collectives_of_the_same_program():
     (exchange,) = collectives(GPU_PROGRAM)["layer"]
     assert (exchange.opcode, exchange.num_bytes) == ("all-reduce", 16 * 128 * 2)
+
+
+def test_its_operations_by_name():
+    found = operations(GPU_PROGRAM)
+    assert module_name(GPU_PROGRAM) == "jit_program"
+    assert found["sum-start"].is_collective and found["sum-start"].num_bytes == 16 * 128 * 2
+    assert found["sum"].opcode == "all-reduce"  # its end is of it, too
+    assert found["layers"].runs_others and found["chosen"].runs_others
+    assert not found["attend"].runs_others and "slice.1" not in found  # it is inside a fusion
+    assert found["attend"].scopes == {("jit(program)/while/body/extend/while", "")}
+    assert {"negated", "b"} <= set(found)  # either branch may run
+    with pytest.raises(ValueError, match="not the text"):
+        module_name("ENTRY %main")

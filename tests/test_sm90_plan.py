@@ -12,7 +12,8 @@ from jaxspec import ptxas
 from jaxspec.aliases import CacheLayout
 from jaxspec.config import MeshConfig, Numerics, TreeConfig
 from jaxspec.hlo import Run, loop_writes
-from jaxspec.plan import phase_of, plan, what_runs
+from jaxspec.phases import phase_of
+from jaxspec.plan import plan, what_runs
 from jaxspec.plan_compile import absent_devices, compile_step
 from jaxspec.plan_models import PlanConfig
 from jaxspec.sharding import held_bytes
@@ -108,7 +109,7 @@ def test_few_collectives_a_layer(case):
     exchanges = [run for run in started(case) if run.is_collective]
     of = {phase: 0.0 for phase in ("propose", "verify", "extend")}
     for run in exchanges:
-        of[phase_of(run)] += run.times  # accept and commit say nothing
+        of[phase_of(run.scopes)] += run.times  # accept and commit say nothing
     assert PER_LAYER[case.cache] * LAYERS <= of["verify"] <= PER_LAYER[case.cache] * LAYERS + 2
     # A draft's pass: embedding, attention, MLP, logits.
     assert of["propose"] <= 4 * (LEVELS - 1)
@@ -119,7 +120,7 @@ def test_few_collectives_a_layer(case):
 def test_no_weight_is_copied(case):
     """No slice of a stack: XLA's own are of routing tables and of draft caches' blocks."""
     slices = [run for run in started(case) if run.opcode == "dynamic-slice"]
-    assert all(run.num_bytes < 2**20 for run in slices if phase_of(run) == "verify"), slices
+    assert all(run.num_bytes < 2**20 for run in slices if phase_of(run.scopes) == "verify"), slices
 
 
 @EACH
