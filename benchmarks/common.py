@@ -7,6 +7,7 @@ machine does then falls on both. A figure is a median, with the quantiles beside
 import dataclasses
 import datetime
 import json
+import os
 import platform
 import shlex
 import sys
@@ -17,8 +18,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import jaxlib
 import numpy as np
+from jax import lax
 
 from jaxspec import SHIPPED_TARGET, load_tokenizer
 from jaxspec.report import machine
@@ -26,6 +29,10 @@ from jaxspec.version import version
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
+COPIED_BYTES = 2**28
+"""Of the array that bandwidth is measured with: more than any cache holds."""
+LOAD_BEFORE = os.getloadavg()[0]
+"""Of the machine, over the minute before this program began."""
 PROMPTS = ROOT / "tests" / "golden" / "prompts.json"
 
 
@@ -54,6 +61,17 @@ def seconds(program: Callable[..., Any], *args: Any) -> float:
     started = time.perf_counter()
     jax.block_until_ready(program(*args))
     return time.perf_counter() - started
+
+
+def copying(num_bytes: int = COPIED_BYTES, turns: int = 4) -> Callable[[], float]:
+    """Bandwidth of memory, each time it is called: bytes that a copy reads and writes a second."""
+
+    @jax.jit
+    def copy(words: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, turns, lambda _, words: words + 1, words)
+
+    words = jnp.zeros((num_bytes // 4,), jnp.int32)
+    return lambda: 2 * turns * words.nbytes / seconds(copy, words)
 
 
 def in_turn(
@@ -124,6 +142,8 @@ def write_result(name: str, figures: Mapping[str, Any], folder: Path = RESULTS) 
             "jaxlib": jaxlib.__version__,
             "python": platform.python_version(),
         },
+        "load_before": LOAD_BEFORE,
+        "load_after": os.getloadavg()[0],
         **figures,
     }
     folder.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import common
 from common import Spread, in_turn, ratio
@@ -40,22 +41,30 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=args.place) as place:
-        source = args.source or _write_source(Path(place) / "source", args.layers, args.experts)
-        files = [path for path in source.iterdir() if path.is_file()]
-        size = sum(path.stat().st_size for path in files)
-        out = Path(place) / "out"
-        turns = in_turn(
-            {
-                "convert": lambda: _timed(lambda: convert_checkpoint(source, out), files, out),
-                "cp": lambda: _timed(lambda: _copy(source, out), files, out),
-            },
-            args.rounds,
-        )
+        source = args.source or write_source(Path(place) / "source", args.layers, args.experts)
+        figures = against_cp(source, Path(place) / "out", args.rounds)
+    path = common.write_result("convert", figures)
+    print(json.dumps(json.loads(path.read_text())))
+
+
+def against_cp(source: Path, out: Path, rounds: int) -> dict[str, Any]:
+    """The speed of a conversion from `source` to `out`, and of `cp`."""
+    files = [path for path in source.iterdir() if path.is_file()]
+    size = sum(path.stat().st_size for path in files)
+    turns = in_turn(
+        {
+            "convert": lambda: _timed(lambda: convert_checkpoint(source, out), files, out),
+            "cp": lambda: _timed(lambda: _copy(source, out), files, out),
+        },
+        rounds,
+    )
     times, core_times = ({name: turn.T[i] for name, turn in turns.items()} for i in (0, 1))
     share = ratio(times["cp"], times["convert"])
-    figures = {
+    for name, seconds in times.items():
+        print(f"{name:8} {size / 1e9:.2g} GB at {Spread.of(size / 1e9 / seconds)} GB/s")
+    print(f"conversion reaches {share} of cp's speed; the goal is {GOAL}")
+    return {
         "source_bytes": size,
         "gb_per_s": {name: Spread.of(size / 1e9 / t).to_dict() for name, t in times.items()},
         "share_of_cp": share.to_dict(),
@@ -64,18 +73,11 @@ def main() -> None:
             name: Spread.of(t / (size / 1e9)).to_dict() for name, t in core_times.items()
         },
         "share_of_cp_per_core_s": ratio(core_times["cp"], core_times["convert"]).to_dict(),
-        "rounds": args.rounds,
-        "load_before": load_before,
-        "load_after": os.getloadavg()[0],
+        "rounds": rounds,
     }
-    for name, seconds in times.items():
-        print(f"{name:8} {size / 1e9:.1f} GB at {Spread.of(size / 1e9 / seconds)} GB/s")
-    print(f"conversion reaches {share} of cp's speed; the goal is {GOAL}")
-    path = common.write_result("convert", figures)
-    print(json.dumps(json.loads(path.read_text())))
 
 
-def _write_source(directory: Path, layers: int, experts: int) -> Path:
+def write_source(directory: Path, layers: int, experts: int) -> Path:
     """Layers with a share of Kimi's experts, and about that share of all else they have.
 
     An expert's matrices have their true size. Vocabulary and dense layer are as small as they are

@@ -1,46 +1,26 @@
-"""Times decoding with the shipped pair, everything in pairs and in one run.
+"""Timers of decoding with the shipped pair: passes, steps, tokens per second, and transformers.
 
-    python benchmarks/generate.py [--reference-python PYTHON] [--rounds 15] [--only transformers]
-
-- verify(T), one target pass over T tokens and the choice after each, against T = 1;
-- a step with every tree, against a plain decode step;
-- tokens per second with a draft against `--draft none`, greedy and at temperature 0.8;
-- `--draft none` against transformers' own greedy generation in f32, with one thread and with as
-  many as torch takes, if the Python of its environment (benchmarks/reference_env/) is given.
-
-Prints a table of each, writes results/generate.json, and ends with that object on one line.
+Everything is in pairs: programs take turns, and ratios are taken round by round (`common.py`).
+`benchmarks/suite.py` is the program that runs them.
 """
 
-import argparse
 import contextlib
 import functools
 import json
-import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import common
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import Spread, in_turn, ratio, seconds
+from common import Spread, copying, in_turn, ratio, seconds
 from flax import nnx
 from jax import lax
 
-from jaxspec import (
-    SHIPPED_DRAFT,
-    SHIPPED_TARGET,
-    GenerateConfig,
-    Generator,
-    Numerics,
-    Request,
-    TreeConfig,
-    load_draft,
-    load_target,
-)
+from jaxspec import SHIPPED_TARGET, GenerateConfig, Generator, Request, TreeConfig
 from jaxspec.contracts import TargetIds
 from jaxspec.draft import Draft
 from jaxspec.mla import Pass
@@ -56,67 +36,60 @@ from jaxspec.step import (
     prefill,
 )
 from jaxspec.target import Target
+from jaxspec.traffic import StepShape, work_of_step
 
-TREES = ("1x1x2", "2x1x3", "3x1x4", "3x4x16")
-VERIFY_TOKENS = (1, 2, 3, 4, 8, 16, 32)
 TEMPERATURES = {"greedy": 0.0, "sampled at 0.8": 0.8}
 CONTEXT = 256
 NEW_TOKENS = 64
-NUM_PROMPTS = 8
 STEPS = 24
 """Steps, or passes, in one timed call, so that the call's own cost does not matter."""
 REFERENCE_PROGRAM = Path(__file__).parent / "reference_env" / "time_greedy.py"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--reference-python", help="of the reference environment")
-    parser.add_argument("--rounds", type=int, default=15, help="of every comparison")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--only", choices=["transformers"], help="default: everything")
-    args = parser.parse_args()
-    if args.only and not args.reference_python:
-        parser.error("--only transformers wants --reference-python")
-    numerics = Numerics(dtype=args.dtype)
-    target = load_target(SHIPPED_TARGET, numerics)
-    draft = load_draft(SHIPPED_DRAFT, numerics, target=target)
-    prompts = common.held_out_prompts("evaluation")[:NUM_PROMPTS]
-    batch, rounds = args.batch_size, args.rounds
-    figures: dict[str, Any] = {
-        "target": target.identity,
-        "draft": draft.identity,
-        "dtype": args.dtype,
-        "batch_size": batch,
-        "rounds": rounds,
-        "load_before": os.getloadavg()[0],
-    }
-    if not args.only:
-        figures |= decoding(target, draft, prompts, batch, rounds)
-    if args.reference_python:
-        plain = generator(target, draft, batch, None)
-        figures["transformers"] = against_transformers(
-            plain, prompts, args.reference_python, rounds
-        )
-    figures["load_after"] = os.getloadavg()[0]
-    parts = ["generate"] + [args.only] * bool(args.only)
-    if (args.dtype, batch) != ("float32", 1):
-        parts += [args.dtype, str(batch)]
-    print(json.dumps(json.loads(common.write_result("-".join(parts), figures).read_text())))
+def passes(target: Target, num_tokens: Sequence[int], rounds: int) -> dict[str, Any]:
+    """Milliseconds of one target pass over so many tokens, against the first number's."""
+    took = in_turn({f"T={t}": verify(target, 1, t) for t in num_tokens}, rounds)
+    return compared("target pass over T tokens, ms", took, 1e3 / STEPS)
 
 
-def decoding(
-    target: Target, draft: Draft, prompts: Sequence[Sequence[int]], batch: int, rounds: int
+def steps_and_floors(
+    target: Target, draft: Draft, prompt: Sequence[int], trees: Sequence[str], rounds: int
 ) -> dict[str, Any]:
-    """jaxspec against itself: passes, steps, and tokens per second."""
-    took = in_turn({f"T={t}": verify(target, batch, t) for t in VERIFY_TOKENS}, rounds)
-    figures = {"verify": compared("target pass over T tokens, ms", took, 1e3 / STEPS)}
-    took = in_turn(
-        {str(tree): steps(target, draft, prompts[0], batch, tree) for tree in (None, *TREES)},
-        rounds,
-    )
-    figures["step"] = compared("step, ms", took, 1e3 / STEPS)
-    runs = {tree: generator(target, draft, batch, tree) for tree in (None, *TREES)}
+    """Milliseconds of a step with each tree and of plain decoding, and of reading what it has to.
+
+    The bandwidth of memory takes its turn in each round, so that a step and its floor are of the
+    same moment.
+    """
+    ways = (None, *trees)
+    programs = {str(tree): steps(target, draft, prompt, 1, tree) for tree in ways}
+    took = in_turn({**programs, "copy": copying()}, rounds)
+    bytes_per_s = took.pop("copy")
+    found = compared("step, ms", took, 1e3 / STEPS)
+    for tree in ways:
+        # The prompt is what is cached at least.
+        shape = StepShape(tree and TreeConfig.parse(tree), 1, len(prompt))
+        work = work_of_step(target, draft if tree else None, shape)
+        num_bytes = sum(part.num_bytes for part in work.values())
+        floor = num_bytes / bytes_per_s
+        found[str(tree)] |= {
+            "num_bytes": num_bytes,
+            "floor_ms": Spread.of(1e3 * floor).to_dict(),
+            "times_floor": ratio(took[str(tree)] / STEPS, floor).to_dict(),
+        }
+    return {"copy_gb_per_s": Spread.of(bytes_per_s / 1e9).to_dict(), "steps": found}
+
+
+def speeds(
+    target: Target,
+    draft: Draft,
+    prompts: Sequence[Sequence[int]],
+    trees: Sequence[str],
+    rounds: int,
+    new_tokens: int,
+) -> dict[str, Any]:
+    """Tokens per second of decoding with each tree against plain decoding, and what it accepted."""
+    figures = {}
+    runs = {tree: generator(target, draft, 1, tree, new_tokens) for tree in (None, *trees)}
     for name, temperature in TEMPERATURES.items():
         requests = [Request(tuple(ids), temperature, seed=seed) for seed, ids in enumerate(prompts)]
         speeds = {
@@ -124,7 +97,7 @@ def decoding(
         }
         title = f"tokens per second of decoding, {name}"
         figures[name] = compared(title, in_turn(speeds, rounds))
-        for tree in TREES:
+        for tree in trees:
             figures[name][tree]["accept_length"] = accept_length(runs[tree], requests)
     return figures
 
@@ -132,19 +105,22 @@ def decoding(
 def against_transformers(
     plain: Generator, prompts: Sequence[Sequence[int]], python: str, rounds: int
 ) -> dict[str, Any]:
-    """Plain greedy generation by both, in turn."""
+    """Plain greedy generation by both, in turn; the ratio is to the faster of transformers' two."""
     requests = [Request(tuple(ids)) for ids in prompts]
+    new_tokens = plain.config.max_new_tokens
     with (
-        reference(python, prompts, "1") as one_thread,
-        reference(python, prompts, "default") as default_threads,
+        reference(python, prompts, "1", new_tokens) as one_thread,
+        reference(python, prompts, "default", new_tokens) as default_threads,
     ):
         speeds = {
             "transformers, 1 thread": one_thread,
             "transformers": default_threads,
             "jaxspec": functools.partial(generated_per_s, plain, requests),
         }
-        title = "tokens per second of greedy generation, prefill included"
-        return compared(title, in_turn(speeds, rounds))
+        took = in_turn(speeds, rounds)
+    best = np.maximum(took["transformers, 1 thread"], took["transformers"])
+    found = compared("tokens per second of greedy generation, prefill included", took)
+    return found | {"times_transformers": ratio(took["jaxspec"], best).to_dict()}
 
 
 def compared(title: str, figures: dict[str, np.ndarray], unit: float = 1.0) -> dict[str, Any]:
@@ -199,7 +175,7 @@ def steps(
     def admit(params) -> State:
         target, draft = nnx.merge(graph, params)
         state = empty_state(target, draft, batch, CONTEXT)
-        return prefill(target, draft, state, _admission(prompt, batch), settings)
+        return prefill(target, draft, state, admission(prompt, batch, CONTEXT), settings)
 
     @functools.partial(
         jax.jit, donate_argnums=1, compiler_options=compiler_options(jax.default_backend())
@@ -216,10 +192,12 @@ def steps(
     return timed
 
 
-def generator(target: Target, draft: Draft, batch: int, tree: str | None) -> Generator:
+def generator(
+    target: Target, draft: Draft, batch: int, tree: str | None, new_tokens: int = NEW_TOKENS
+) -> Generator:
     config = GenerateConfig(
         tree=tree and TreeConfig.parse(tree),
-        max_new_tokens=NEW_TOKENS,
+        max_new_tokens=new_tokens,
         context_length=CONTEXT,
         batch_size=batch,
         prefill_chunk=16,
@@ -250,14 +228,14 @@ def accept_length(generator: Generator, requests: Sequence[Request]) -> float:
 
 @contextlib.contextmanager
 def reference(
-    python: str, prompts: Sequence[Sequence[int]], threads: str
+    python: str, prompts: Sequence[Sequence[int]], threads: str, new_tokens: int
 ) -> Iterator[Callable[[], float]]:
     """transformers in a process of its own, waiting: each call is one round, in tokens a second."""
     with tempfile.TemporaryDirectory() as folder:
         tokens = Path(folder) / "tokens.json"
         tokens.write_text(json.dumps([list(ids) for ids in prompts]))
         command = [python, REFERENCE_PROGRAM, SHIPPED_TARGET, "--tokens", tokens]
-        command += ["--max-new-tokens", str(NEW_TOKENS), "--threads", threads]
+        command += ["--max-new-tokens", str(new_tokens), "--threads", threads]
         process = subprocess.Popen(
             list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -270,18 +248,17 @@ def reference(
                 raise RuntimeError(f"{REFERENCE_PROGRAM.name} ended with {process.wait()}")
             return json.loads(line)["tokens_per_s"]
 
-        yield one_round
-        process.stdin.close()
-        process.wait()
+        try:
+            yield one_round
+        finally:
+            process.stdin.close()
+            process.wait()
 
 
-def _admission(prompt: Sequence[int], batch: int) -> Admission:
-    padded = jnp.zeros((batch, CONTEXT), jnp.int32).at[:, : len(prompt)].set(jnp.asarray(prompt))
-    room = jnp.full((batch,), CONTEXT - len(prompt), jnp.int32)
+def admission(prompt: Sequence[int], batch: int, slots: int) -> Admission:
+    """The same prompt in every place."""
+    padded = jnp.zeros((batch, slots), jnp.int32).at[:, : len(prompt)].set(jnp.asarray(prompt))
+    room = jnp.full((batch,), slots - len(prompt), jnp.int32)
     length = jnp.full((batch,), len(prompt), jnp.int32)
     no_stop = jnp.full((batch, NUM_STOP_IDS), -1)
     return Admission(jnp.ones(batch, bool), padded, length, room, no_stop, Sampling.of(batch))
-
-
-if __name__ == "__main__":
-    main()

@@ -8,7 +8,6 @@ with that object on one line. Exits with 1 if a step does not fit, has temporari
 """
 
 import json
-import os
 import sys
 
 import common
@@ -28,7 +27,7 @@ MOST_SECONDS = 600
 
 
 def main() -> int:
-    reports, load_before = [], os.getloadavg()[0]
+    reports = []
     for batch, mesh in CASES:
         report = plan_devices(PlanConfig(mesh=mesh, trees=TREES, batch_size=batch))
         print(f"batch {batch}, cache {mesh.cache}\n{verdict(report)}\n")
@@ -38,8 +37,6 @@ def main() -> int:
     found = [report.to_dict() for report in reports]
     figures = {
         "kind": "predicted; only compile_s is measured",
-        "load_before": load_before,
-        "load_after": os.getloadavg()[0],
         "assumptions": found[0]["assumptions"],
         "cases": [{k: v for k, v in case.items() if k not in once} for case in found],
     }

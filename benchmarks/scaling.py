@@ -1,22 +1,22 @@
 """Does the cost of a step grow as it should with context, batch and tree? Predicted and measured.
 
-    python benchmarks/scaling.py [--rounds 9] [--steps 8] [--only predicted]
+    python benchmarks/scaling.py
 
-- predicted: Kimi-K2.5 on eight H200s, the work of a step by arithmetic (`jaxspec/traffic.py`);
-  nothing is compiled, so that launches and collectives are not in it (`benchmarks/plan.py`);
-- measured: whole steps of the shipped pair in f32 on this machine.
+Predicted, by this program: Kimi-K2.5 on eight H200s, the work of a step by arithmetic
+(`jaxspec/traffic.py`); nothing is compiled, so that launches and collectives are not in it
+(`benchmarks/plan.py`). Writes results/scaling.json and a picture, and ends with that object on one
+line. Exits with 1 if what is linear by arithmetic is not.
 
-The two are never put together. Writes results/scaling.json and a picture of each, and ends with
-that object on one line. Exits with 1 if what is linear by arithmetic is not, in the prediction.
+Measured, by `benchmarks/suite.py` with what is here: whole steps of the shipped pair, and prefill.
 """
 
 import argparse
 import dataclasses
 import functools
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import common
@@ -25,20 +25,22 @@ import jax.numpy as jnp
 import numpy as np
 from common import Spread, in_turn, seconds
 from flax import nnx
+from generate import admission
 from matplotlib.figure import Figure
 
-from jaxspec import SHIPPED_DRAFT, SHIPPED_TARGET, Numerics, TreeConfig, load_draft, load_target
+from jaxspec import TreeConfig
 from jaxspec.draft import Draft
 from jaxspec.hardware import Assumptions
 from jaxspec.plan_models import PlanConfig, abstract_models
 from jaxspec.plan_report import bound_of, work_ms
-from jaxspec.step import Settings, State, Status, decode, empty_state
+from jaxspec.step import Settings, State, Status, decode, empty_state, prefill
 from jaxspec.target import Target
 from jaxspec.traffic import StepShape, Work, work_of_step
 
 TREES = ("3x8x4", "3x8x8", "3x8x16", "3x8x32", "3x8x64")
 AXES = ("context", "batch", "nodes")
 NAMES = {
+    "prompt": "tokens of a prompt",
     "context": "cached tokens of each sequence",
     "batch": "sequences",
     "nodes": "nodes of the tree",
@@ -46,11 +48,6 @@ NAMES = {
 PREDICTED = {
     "context": (4096, 8192, 16384, 32768, 65536, 131072),
     "batch": (1, 2, 4, 8, 16, 32, 64),
-    "nodes": TREES,
-}
-MEASURED = {
-    "context": (512, 1024, 2048, 4096, 8192),
-    "batch": (1, 2, 4, 8, 16),
     "nodes": TREES,
 }
 LINEAR = {
@@ -65,6 +62,8 @@ LINEAR = {
 bind; experts fill up, until all of them are read."""
 EXACT, NEARLY = 1e-9, 0.15
 """The largest residual of what is called linear, over the value itself: predicted, measured."""
+CHUNK = 128
+"""Prompt tokens in one target pass."""
 ROOM = 128
 """Slots beyond the cached tokens, for those that the timed steps emit."""
 
@@ -110,28 +109,10 @@ class Point(NamedTuple):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=9, help="of every comparison")
-    parser.add_argument("--steps", type=int, default=8, help="in one timed call")
-    parser.add_argument("--only", choices=["predicted"], help="default: both")
-    args = parser.parse_args()
+    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
     found = predicted(PREDICTED)
-    figures: dict[str, Any] = {"kind": "predicted, and measured: apart", "predicted": found}
     draw_predicted(found)
-    if not args.only:
-        numerics = Numerics(dtype="float32")
-        target = load_target(SHIPPED_TARGET, numerics)
-        draft = load_draft(SHIPPED_DRAFT, numerics, target=target)
-        base = Point(1024, 1, "3x1x4")
-        load_before = os.getloadavg()[0]
-        figures["measured"] = {
-            "target": target.identity,
-            "draft": draft.identity,
-            "load_before": load_before,
-            **measured(target, draft, MEASURED, base, args.rounds, args.steps),
-        }
-        draw_measured(figures["measured"])
-    path = common.write_result("scaling" if not args.only else "scaling-predicted", figures)
+    path = common.write_result("scaling", {"kind": "predicted", **found})
     print(json.dumps(json.loads(path.read_text())))
     return 0 if holds(found) else 1
 
@@ -205,19 +186,49 @@ def measured(
             str(point.along(axis)): steps_of(program_of(point.tree), target, draft, point, slots)
             for point in points
         }
-        spreads = [Spread.of(1e3 * t / steps) for t in in_turn(timed, rounds).values()]
-        x = [point.along(axis) for point in points]
-        # Other work on the machine only adds time: the line is through the least disturbed rounds.
-        fit = Fit.of(x, [spread.low for spread in spreads])
-        print(f"{axis}: " + ", ".join(f"{a:g}: {b} ms" for a, b in zip(x, spreads, strict=True)))
-        print(f"  {fit.intercept:.3g} ms + {fit.slope:.3g} ms x {axis}, off by {fit.residual:.1%}")
-        found[axis] = {
-            "sizes": x,
-            "others": base._asdict(),
-            "step_ms": [spread.to_dict() for spread in spreads],
-            **fit.to_dict(NEARLY),
-        }
+        took = in_turn(timed, rounds)
+        found[axis] = {"others": base._asdict()}
+        found[axis] |= fitted(axis, [point.along(axis) for point in points], took, 1e3 / steps)
     return found
+
+
+def prefilled(
+    target: Target, draft: Draft, tree: str, lengths: Sequence[int], rounds: int
+) -> dict[str, Any]:
+    """Milliseconds of prefill for one prompt of each length, the draft's included, and its line."""
+    capture = target.boundaries(draft.config.boundaries.ids, "benchmark")
+    settings = Settings(TreeConfig.parse(tree), capture, CHUNK)
+    slots, vocab_size = max(lengths) + ROOM, target.config.vocab_size
+    graph, params = nnx.split((target, draft))
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def run(params: Any, state: State, new: Any) -> State:
+        return prefill(*nnx.merge(graph, params), state, new, settings)
+
+    def timer(length: int) -> Callable[[], float]:
+        # Prime steps through the vocabulary: neighbours choose different experts.
+        new = admission([37 * index % vocab_size for index in range(length)], 1, slots)
+
+        def timed() -> float:
+            state = jax.block_until_ready(empty_state(target, draft, 1, slots))
+            return seconds(run, params, state, new)
+
+        return timed
+
+    took = in_turn({str(length): timer(length) for length in lengths}, rounds)
+    return {"others": {"batch": 1, "chunk": CHUNK}} | fitted("prompt", lengths, took, 1e3)
+
+
+def fitted(
+    axis: str, x: Sequence[float], took: Mapping[str, np.ndarray], unit: float
+) -> dict[str, Any]:
+    """What each size took, in ms, and the line through the least disturbed rounds."""
+    spreads = [Spread.of(unit * times) for times in took.values()]
+    # Other work on the machine only adds time.
+    fit = Fit.of(x, [spread.low for spread in spreads])
+    print(f"{axis}: " + ", ".join(f"{a:g}: {b} ms" for a, b in zip(x, spreads, strict=True)))
+    print(f"  {fit.intercept:.3g} ms + {fit.slope:.3g} ms x {axis}, off by {fit.residual:.1%}")
+    return {"sizes": x, "ms": [spread.to_dict() for spread in spreads], **fit.to_dict(NEARLY)}
 
 
 def decoding(target: Target, draft: Draft, steps: int, tree: str) -> Callable[[State], State]:
@@ -268,24 +279,27 @@ def draw_predicted(found: Mapping[str, Any]) -> None:
     figure.savefig(common.RESULTS / "scaling_predicted.png", dpi=130)
 
 
-def draw_measured(found: Mapping[str, Any]) -> None:
-    """A panel for each axis: medians, what a tenth lies below and above, and the line."""
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
-    for axes, axis in zip(figure.subplots(1, 3), AXES, strict=True):
-        x, of = np.asarray(found[axis]["sizes"]), found[axis]
+def draw_measured(found: Mapping[str, Any], of: str, path: Path) -> None:
+    """A panel for each axis: medians, what a tenth lies below and above, and the line.
+
+    Args:
+      of: which model, in what and on what.
+    """
+    figure = Figure(figsize=(11, 6.4), layout="constrained")
+    panels = figure.subplots(2, 2).flat
+    for axes, (axis, part) in zip(panels, found.items(), strict=True):
+        x = np.asarray(part["sizes"])
         median, low, high = (
-            np.asarray([one[name] for one in of["step_ms"]]) for name in ("median", "low", "high")
+            np.asarray([one[name] for one in part["ms"]]) for name in ("median", "low", "high")
         )
         axes.errorbar(x, median, [median - low, high - median], fmt="o", capsize=3)
-        axes.plot(x, of["intercept"] + of["slope"] * x, "-", color="0.5")
-        axes.set_title(f"off the line by at most {of['residual']:.0%}", fontsize="medium")
+        axes.plot(x, part["intercept"] + part["slope"] * x, "-", color="0.5")
+        axes.set_title(f"off the line by at most {part['residual']:.0%}", fontsize="medium")
         _finish(axes, axis, x)
         axes.set_ylim(bottom=0)
-        axes.set_ylabel("ms of a step, measured")
-    figure.suptitle(
-        f"measured: {found['target']} in f32 on {common.processor()}", x=0.01, ha="left"
-    )
-    figure.savefig(common.RESULTS / "scaling_measured.png", dpi=130)
+        axes.set_ylabel("ms of prefill" if axis == "prompt" else "ms of a step")
+    figure.suptitle(f"measured: {of}", x=0.01, ha="left")
+    figure.savefig(path, dpi=130)
 
 
 def _finish(axes: Any, axis: str, sizes: Sequence[float]) -> None:

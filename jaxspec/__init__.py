@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from jaxspec.requests import Completion, Request
     from jaxspec.run_comparison import compare_runs
     from jaxspec.scoring import score_gsm8k
-    from jaxspec.sweep import SweepConfig
     from jaxspec.sweep import sweep as sweep_trees
+    from jaxspec.sweep_config import SweepConfig
     from jaxspec.sweep_report import SweepReport
     from jaxspec.text import SamplingConfig, generate, stream, tokenize
     from jaxspec.tokenizer import Tokenizer, load_tokenizer
@@ -131,7 +131,8 @@ _MODULES = {
     "requests": ("Completion", "Request"),
     "run_comparison": ("compare_runs",),
     "scoring": ("score_gsm8k",),
-    "sweep": ("SweepConfig", "sweep_trees"),
+    "sweep": ("sweep_trees",),
+    "sweep_config": ("SweepConfig",),
     "sweep_report": ("SweepReport",),
     "text": ("SamplingConfig", "generate", "stream", "tokenize"),
     "tokenizer": ("Tokenizer", "load_tokenizer"),

@@ -120,7 +120,7 @@ def sweep(
     from jaxspec.console import Display, wide_console
     from jaxspec.environment import start_jax
     from jaxspec.picture import check_picture
-    from jaxspec.sweep import SweepConfig, grid
+    from jaxspec.sweep_config import SweepConfig, grid
     from jaxspec.sweep_run import SweepFlags, environments, run_sweep
     from jaxspec.sweep_view import draw_sweep, show_sweep
 

@@ -20,18 +20,21 @@ from jaxspec.doctor_run import check_texts, prompt_texts
 from jaxspec.environment import start_jax
 from jaxspec.errors import InputError
 from jaxspec.plan import plan
+from jaxspec.plan_compile import absent_devices
 from jaxspec.plan_models import PlanConfig, abstract_models
 from jaxspec.plan_report import work_ms
 from jaxspec.report import command
-from jaxspec.sweep import NO_ENV, SweepConfig, measure
+from jaxspec.sweep import NO_ENV, measure
+from jaxspec.sweep_config import SweepConfig
 from jaxspec.sweep_log import SweepLog
 from jaxspec.sweep_report import Prediction, SweepReport, report_of
 from jaxspec.traffic import StepShape, work_of_step
 
 __all__ = ["SweepFlags", "child", "environments", "predict", "run_sweep"]
 
-NUM_PLANNED = 3
-"""Trees that `--plan` compiles for each batch size: what arithmetic alone puts first."""
+OVERHEADS = 0.0, 1.0, 3.0
+"""What a step takes besides reading and multiplying, over what that takes in plain decoding: what
+`plan` finds for Kimi-K2.5 on eight H200s lies between, and is nearly the same with all trees."""
 CHILD = "from jaxspec.sweep_run import child; child()"
 
 
@@ -93,6 +96,8 @@ def run_sweep(flags: SweepFlags, display: Display) -> SweepReport:
             f"--context-length {flags.context_length} has no room for a prompt and "
             f"--max-new-tokens {flags.config.max_new_tokens}"
         )
+    if flags.plan is not None:
+        absent_devices(flags.plan)  # before minutes are spent on what cannot be finished
     if flags.envs:
         log = _in_fresh_processes(flags, display)
     else:
@@ -183,9 +188,9 @@ def predict(
 ) -> tuple[Prediction, ...]:
     """What the trees would reach on H200s, at each batch size, by `plan`.
 
-    The accept lengths are the measured ones. Arithmetic alone (`traffic.py`) says which trees are
-    compiled: it leaves out launches and collectives, which hardly differ among trees of a size.
-    The shipped pair stands for Kimi-K2.5, whose configs are those that `plan` takes by itself.
+    The accept lengths are the measured ones. Which trees are compiled, arithmetic says: for each of
+    `OVERHEADS` the one that would be best. The shipped pair stands for Kimi-K2.5, whose configs are
+    those that `plan` takes by itself.
 
     Raises:
       InputError: no CUDA wheels to compile with, or a config that cannot be planned.
@@ -211,14 +216,19 @@ def predict(
 
 
 def _most_promising(config: PlanConfig, report: SweepReport) -> tuple[TreeConfig, ...]:
-    """The trees that emit most per millisecond of reading and multiplying."""
+    """The trees that may be best, whatever a step takes besides reading and multiplying."""
     target, draft = abstract_models(config)
 
-    def per_ms(name: str) -> float:
-        shape = StepShape(TreeConfig.parse(name), config.batch_size, config.context_length)
+    def floor_ms(tree: TreeConfig | None) -> float:
+        shape = StepShape(tree, config.batch_size, config.context_length)
         work = work_of_step(target, draft, shape)
-        floor_ms = sum(work_ms(part, config.assumed) for part in work.values())
-        return report.accept_length[name].value / floor_ms
+        return sum(work_ms(part, config.assumed) for part in work.values())
 
-    best = sorted(report.accept_length, key=per_ms, reverse=True)[:NUM_PLANNED]
-    return tuple(map(TreeConfig.parse, best))
+    plain_ms = floor_ms(None)
+    trees = {TreeConfig.parse(name): one.value for name, one in report.accept_length.items()}
+    floors_ms = {tree: floor_ms(tree) for tree in trees}
+    best = [
+        max(trees, key=lambda tree: trees[tree] / (floors_ms[tree] + overhead * plain_ms))
+        for overhead in OVERHEADS
+    ]
+    return tuple(dict.fromkeys(best))

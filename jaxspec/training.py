@@ -47,11 +47,13 @@ class LossConfig:
       labels: the target's probabilities of the draft's vocabulary. "covered" takes them as they
         are, so that a position counts as much as the draft can cover of it; "within" makes them sum
         to 1, as speculators does. Over the full vocabulary they are the same.
+      one_step_batches: so many batches at first take one step only, at a fraction of the cost.
     """
 
     num_steps: int = 7
     step_weight: float = 0.8
     labels: Labels = "covered"
+    one_step_batches: int = 0
 
     def check(self) -> None:
         """Raises InputError for what cannot be trained with."""
@@ -60,6 +62,12 @@ class LossConfig:
                 f"{self.num_steps} steps of weight {self.step_weight}; steps start at 1, and a "
                 "step's weight over the one before lies above 0, at most at 1"
             )
+        if self.one_step_batches < 0:
+            raise InputError(f"{self.one_step_batches} batches of one step at first: 0 is none")
+
+    def at(self, index: int) -> "LossConfig":
+        """What is asked in a batch, counted from 0."""
+        return dataclasses.replace(self, num_steps=1) if index < self.one_step_batches else self
 
 
 @functools.partial(
@@ -244,7 +252,7 @@ class Trainer:
         self.capture: Boundaries = target.asked_for(draft.config.boundaries)
         # Contract errors before anything is compiled.
         self.capture.require(draft.config.boundaries, "train-draft")
-        self.loss, self._optimizer = loss, optimizer.make()
+        self.loss = loss
         dtype = target.numerics.jnp_dtype
         _, state = nnx.split(draft)
         self._variables = dict(nnx.to_flat_state(state))
@@ -260,30 +268,39 @@ class Trainer:
             for name, value in values.items()
         }
         self._start = {n: v.astype(jnp.float32) for n, v in values.items() if is_trained[n]}
+        self._optimizer = optimizer.make(self._start)
         self._fixed = {
             n: v.astype(dtype) if n == FROZEN else v for n, v in values.items() if not is_trained[n]
         }
         self._target_graph, self._target = nnx.split(target)
         self._dtype = dtype
-        self._step = jax.jit(self._train, donate_argnums=0)
-        self._sums = jax.jit(lambda *given: self._loss(*given)[1])
+        self._step = jax.jit(self._train, donate_argnums=0, static_argnums=4)
+        self._sums = jax.jit(lambda *given: self._loss(*given)[1], static_argnums=4)
 
     def new_state(self) -> TrainState:
         """The state before the first step, of arrays of its own."""
         trained = jax.tree.map(jnp.copy, self._start)
         return TrainState(trained, self._optimizer.init(trained))
 
-    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
+    def step(
+        self, state: TrainState, batch: Batch, index: int = 0
+    ) -> tuple[TrainState, StepReport]:
         """The state after one batch, and what was found there, on the host.
 
         A loss or a gradient that is not finite changes nothing: see `StepReport.is_finite`.
+
+        Args:
+          index: of the batch in its run, counted from 0.
         """
-        state, report = self._step(state, self._target, self._fixed, batch)
+        asked = self.loss.at(index)
+        state, report = self._step(state, self._target, self._fixed, batch, asked)
         return state, jax.device_get(report)
 
     def sums(self, state: TrainState, batch: Batch) -> Sums:
         """What `draft_loss` finds on a batch that is not learned from, on the host."""
-        return jax.device_get(self._sums(state.trained, self._target, self._fixed, batch))
+        return jax.device_get(
+            self._sums(state.trained, self._target, self._fixed, batch, self.loss)
+        )
 
     def draft(self, state: TrainState) -> Draft:
         """The draft as it is now, in the target's dtype."""
@@ -302,7 +319,12 @@ class Trainer:
         return nnx.merge(self._graph, nnx.from_flat_state(flat))
 
     def _loss(
-        self, trained: dict[str, jax.Array], target_params: Any, fixed: Any, batch: Batch
+        self,
+        trained: dict[str, jax.Array],
+        target_params: Any,
+        fixed: Any,
+        batch: Batch,
+        asked: LossConfig,
     ) -> tuple[jax.Array, Sums]:
         target = nnx.merge(self._target_graph, target_params)
         is_real_BT = jnp.arange(batch.tokens.shape[1])[None] < batch.lengths[:, None]
@@ -316,14 +338,19 @@ class Trainer:
             batch.tokens,
             target.logits(hidden_BTD, is_normed=batch.is_normed),
             batch.is_learned & is_real_BT,
-            self.loss,
+            asked,
         )
 
     def _train(
-        self, state: TrainState, target_params: Any, fixed: Any, batch: Batch
+        self,
+        state: TrainState,
+        target_params: Any,
+        fixed: Any,
+        batch: Batch,
+        asked: LossConfig,
     ) -> tuple[TrainState, StepReport]:
         (loss, sums), gradient = jax.value_and_grad(self._loss, has_aux=True)(
-            state.trained, target_params, fixed, batch
+            state.trained, target_params, fixed, batch, asked
         )
         norm = optax.tree.norm(gradient)
         with jax.numpy_dtype_promotion("standard"):  # optax's counts are integers among floats

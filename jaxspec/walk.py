@@ -40,8 +40,8 @@ __all__ = ["Walker", "steps_along"]
 class Walker:
     """A target and a draft that read texts, and walk along them with trees.
 
-    Reading and walking are one compiled program each, and one more for each number of branches,
-    for texts of every length up to the longest.
+    Reading is one compiled program, walking one for each number of branches, for texts of every
+    length up to the longest.
     """
 
     def __init__(

@@ -20,18 +20,22 @@ sys.path.insert(0, str(BENCHMARKS))  # where they import one another from
 
 import common  # noqa: E402
 import founding_story  # noqa: E402
+import fresh  # noqa: E402
 import gpu  # noqa: E402
 import kernel_timing  # noqa: E402
 import node  # noqa: E402
 import published  # noqa: E402
 import registers  # noqa: E402
 import scaling  # noqa: E402
+import suite  # noqa: E402
 from kernel_timing import Ceilings, Plan  # noqa: E402
 from ops import OPS  # noqa: E402
 
+from jaxspec.config import TreeConfig  # noqa: E402
 from jaxspec.contracts import ContractError, Features, TargetIds  # noqa: E402
 from jaxspec.draft import Borrowed  # noqa: E402
 from jaxspec.mla import Pass  # noqa: E402
+from jaxspec.traffic import StepShape  # noqa: E402
 from tests import make_checkpoint, on_eight_devices, tiny  # noqa: E402
 from tests.together import run_together  # noqa: E402
 
@@ -376,13 +380,86 @@ def test_steps_are_timed_along_each_axis(target, draft, monkeypatch, tmp_path):
         assert found[axis]["sizes"] == x
         assert all(one["median"] > 0 for one in found[axis]["step_ms"])
         assert found[axis]["residual"] == pytest.approx(0, abs=1e-6), "two points are on a line"
+    # The model has 24 tokens and a context of 96; neither matters here.
+    found = {"prompt": scaling.prefilled(target, draft, "2x1x3", (4, 8), 2)} | found
+    assert [one["low"] > 0 for one in found["prompt"]["ms"]] == [True, True]
     monkeypatch.setattr(common, "RESULTS", tmp_path)
-    scaling.draw_measured(found | {"target": "tiny"})
+    scaling.draw_measured(found, "tiny", tmp_path / "scaling_measured.png")
     scaling.draw_predicted(scaling.predicted(FEW))
     assert {path.name for path in tmp_path.iterdir()} == {
         "scaling_measured.png",
         "scaling_predicted.png",
     }
+
+
+def bench(target, draft, **changed) -> suite.Bench:
+    """A suite's bench with the tiny pair, of which everything is small."""
+    extent = dataclasses.replace(suite.QUICK, trees=("2x1x3",), **{"num_tokens": (1,), **changed})
+    found = suite.Bench(extent, "float32", None, None)
+    found.__dict__.update(target=target, draft=draft, prompts=[[1, 5, 9]])  # loaded already
+    return found
+
+
+def test_a_suite_says_what_it_measured_and_what_not(target, draft, tmp_path):
+    """One part that runs, one that cannot, one that fails: all are in the file, and it goes on."""
+    parts = {name: suite.PARTS[name] for name in ("verify", "transformers", "kernels")}
+
+    def measure(_):
+        raise OSError("no such disk")
+
+    parts["conversion"] = suite.Part(measure, 1)
+    parts["device_memory"] = suite.PARTS["device_memory"]
+    found = suite.measured(bench(target, draft), parts, ["few"], tmp_path)
+    assert json.loads((tmp_path / "suite-cpu-few.json").read_text()) == found
+    assert found["kind"] == "measured" and found["load_before"] >= 0
+    parts = found["parts"]
+    assert list(parts) == ["verify", "transformers", "kernels", "conversion", "device_memory"]
+    assert parts["verify"]["T=1"]["ratio"]["median"] == 1
+    assert parts["verify"]["T=1"]["value"]["median"] > 0
+    assert parts["transformers"]["why_not"] == "--reference-python was not given"
+    assert "not a Hopper GPU" in parts["kernels"]["why_not"]
+    assert parts["conversion"]["error"] == "OSError: no such disk"
+    assert "does not count its memory" in parts["device_memory"]["why_not"]
+
+
+@pytest.mark.slow
+def test_steps_stand_beside_their_floors(target, draft):
+    """num_bytes is that of `traffic.py`; the floor is those bytes over the bandwidth beside it."""
+    passes = suite.verify(bench(target, draft, num_tokens=(1, 3)))
+    assert passes["T=3"]["ratio"]["median"] > 0
+    found = suite.step(bench(target, draft, rounds=3))
+    tree = found["steps"]["2x1x3"]
+    shape = StepShape(TreeConfig.parse("2x1x3"), 1, 3)
+    work = scaling.work_of_step(target, draft, shape)
+    assert tree["num_bytes"] == pytest.approx(sum(part.num_bytes for part in work.values()))
+    bandwidth = found["copy_gb_per_s"]
+    assert tree["floor_ms"]["median"] == pytest.approx(
+        tree["num_bytes"] / bandwidth["median"] / 1e6, rel=1e-6
+    )
+    assert tree["times_floor"]["low"] > 0
+    assert found["steps"]["None"]["ratio"]["median"] == 1
+
+
+@pytest.mark.slow
+def test_a_rehearsal_of_the_suite(monkeypatch, capsys):
+    """Fresh processes, and a conversion, as the program runs them."""
+    words = ["suite.py", "--quick", "--only", "start", "--only", "conversion"]
+    status, found = run_program(monkeypatch, capsys, *words)
+    assert (status, list(found["parts"])) == (0, ["start", "conversion"])
+    for run in found["parts"]["start"]["3x1x4"].values():
+        assert run["wall_s"]["median"] > run["compile_s"]["median"]
+        assert run["peak_bytes"]["median"] > 5e7  # an interpreter with jax in it
+    assert found["parts"]["conversion"]["source_bytes"] > 1e7
+
+
+def test_a_process_that_fails_says_why():
+    done = fresh.run_fresh([sys.executable, "-c", "x = bytearray(10**8); print(len(x))"])
+    assert done.output == "100000000\n"
+    assert done.peak_bytes is None or 1e8 < done.peak_bytes < 2e8
+    with pytest.raises(RuntimeError, match="ended with 3: no room"):
+        fresh.run_fresh(
+            [sys.executable, "-c", "import sys; print('no room', file=sys.stderr); sys.exit(3)"]
+        )
 
 
 def test_published_figures_are_quoted_once():

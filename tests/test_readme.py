@@ -12,8 +12,13 @@ import typer
 from jaxspec import SHIPPED_TARGET, cli, dims
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import front_page  # noqa: E402
+
 README = (ROOT / "README.md").read_text("utf-8")
 PROTOCOL = (ROOT / "benchmarks" / "PROTOCOL.md").read_text("utf-8")
+BENCHMARKS = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
+RECIPE = (ROOT / "benchmarks" / "train_mini" / "README.md").read_text("utf-8")
 
 
 def blocks(language: str, page: str = README) -> list[str]:
@@ -72,7 +77,9 @@ def test_commands_exist():
             assert name.replace("-", "_") in known
 
 
-@pytest.mark.parametrize(("page", "fewest"), [(README, 10), (PROTOCOL, 15)])
+@pytest.mark.parametrize(
+    ("page", "fewest"), [(README, 10), (PROTOCOL, 15), (BENCHMARKS, 1), (RECIPE, 1)]
+)
 def test_flags_of_commands_exist(page, fewest):
     group, checked = typer.main.get_command(cli.app), 0
     for program, *words in command_lines(page):
@@ -87,6 +94,50 @@ def test_commands_of_the_first_screen():
     """CI runs these two lines as they stand."""
     lines = [line for line in README.splitlines() if line.startswith("python3 -m venv .venv")]
     assert [line.split(".venv/bin/")[-1].split()[0] for line in lines] == ["jaxspec", "pytest"]
+
+
+def test_figures_are_those_of_the_results():
+    for page in front_page.PAGES:
+        assert page.read_text("utf-8") == front_page.made(page), "run benchmarks/front_page.py"
+
+
+def test_front_page_tells_a_figure_that_was_typed(monkeypatch, tmp_path, capsys):
+    """A copy of the page in which somebody wrote another number is found, and put right."""
+    page = tmp_path / "README.md"
+    (one,) = (blocks for path, blocks in front_page.PAGES.items() if path == ROOT / "README.md")
+    monkeypatch.setattr(front_page, "PAGES", {page: one})
+    monkeypatch.setattr(front_page, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["front_page.py", "--check"])
+    page.write_text(README, "utf-8")
+    assert front_page.main() == 0
+    begin, _, rest = README.partition("accept_length 1.")
+    page.write_text(f"{begin}accept_length 9.{rest}", "utf-8")
+    assert front_page.main() == 1
+    assert "README.md is not what the files" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["front_page.py"])
+    assert front_page.main() == 0
+    assert page.read_text("utf-8") == README
+    page.write_text(README.replace("<!-- end of story -->", ""), "utf-8")
+    with pytest.raises(ValueError, match="story"):
+        front_page.main()
+
+
+def test_what_was_not_measured_says_why(monkeypatch):
+    read = front_page.read
+
+    def without(name):
+        found = read(name)
+        if name.startswith("suite"):
+            found["parts"]["transformers"] = {"why_not": "--reference-python was not given"}
+            found["parts"]["step"] = {"is_correct": False, "error": "MemoryError: too large"}
+            del found["parts"]["start"]
+        return found
+
+    monkeypatch.setattr(front_page, "read", without)
+    table = front_page.figures()
+    assert "transformers' | not measured: --reference-python was not given |" in table
+    assert table.count("not measured: MemoryError: too large") == 4
+    assert table.count("not measured: not asked for") == 2
 
 
 @pytest.mark.slow

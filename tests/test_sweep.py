@@ -8,10 +8,12 @@ import jax
 import pytest
 
 from jaxspec import sweep as sweeping
+from jaxspec import sweep_timing as timing
 from jaxspec.config import TreeConfig
 from jaxspec.doctor_texts import Text
 from jaxspec.errors import InputError
-from jaxspec.sweep import SweepConfig, grid, sweep
+from jaxspec.sweep import sweep
+from jaxspec.sweep_config import SweepConfig, grid
 from jaxspec.sweep_report import PLAIN, Figure, report_of
 from tests.test_ceiling import sampled_text
 
@@ -100,14 +102,14 @@ def test_grid():
 def test_what_is_timed():
     """Corners far from each other; guesses that are right where the sum is."""
     trees = grid(range(1, 11), (1, 2, 4, 8), (3, 8, 32))
-    corners = sweeping._corners(trees, 5)
+    corners = timing._corners(trees, 5)
     assert corners[0] == TreeConfig(1, 1, 2) and TreeConfig(10, 8, 32) in corners
     assert len(set(corners)) == 5
 
     def ms(tree: TreeConfig) -> float:
         return 1 + 0.5 * tree.levels + 0.1 * tree.levels * tree.branches + 0.3 * tree.nodes
 
-    guessed = sweeping._guess_ms(corners, [ms(tree) for tree in corners], trees)
+    guessed = timing._guess_ms(corners, [ms(tree) for tree in corners], trees)
     assert guessed == pytest.approx([ms(tree) for tree in trees])
 
 
@@ -176,9 +178,9 @@ def test_goes_on(target, draft, prompts, swept, tmp_path, monkeypatch):
         return json.loads(lines[6])["cells"][name]
 
     monkeypatch.setattr(sweeping, "write_on", write_on)
-    monkeypatch.setattr(sweeping._Timer, "_compile", lambda *_: None)
-    monkeypatch.setattr(sweeping._Timer, "_call", call)
-    monkeypatch.setattr(sweeping._Timer, "_whole", whole)
+    monkeypatch.setattr(timing.Timer, "_compile", lambda *_: None)
+    monkeypatch.setattr(timing.Timer, "_call", call)
+    monkeypatch.setattr(timing.Timer, "_whole", whole)
     sweep(target, draft, prompts, CONFIG, out=path)
     assert path.read_text() == "".join([*lines[:7], path.read_text().splitlines(True)[7]])
     assert sorted(calls) == [str(TREE), PLAIN]
