@@ -14,6 +14,7 @@ from jaxspec.flags import (
     CompileCacheFlag,
     DtypeFlag,
     JsonFlag,
+    MeshFlag,
     PlotFlag,
     TargetFlag,
     dtype_of,
@@ -133,6 +134,7 @@ def train_draft(
         str, typer.Option(metavar="LEVELSxBRANCHESxNODES", help="That is drafted there.")
     ] = DEFAULT_TREE,
     dtype: DtypeFlag = None,
+    mesh: MeshFlag = None,
     plot: PlotFlag = None,
     as_json: JsonFlag = False,
     compile_cache: CompileCacheFlag = None,
@@ -158,7 +160,7 @@ def train_draft(
     import numpy as np
 
     from jaxspec.checkpoint import load_target, locate
-    from jaxspec.config import Numerics, TreeConfig
+    from jaxspec.config import MeshConfig, Numerics, TreeConfig
     from jaxspec.console import Display
     from jaxspec.environment import SHIPPED_TARGET
     from jaxspec.features import FeaturesDirectory
@@ -195,7 +197,7 @@ def train_draft(
     dtype = dtype_of(dtype)
     if stored is not None and stored.dtype != dtype:
         raise InputError(f"{features}: recorded in {stored.dtype}; give --dtype {stored.dtype}")
-    numerics = Numerics(dtype=dtype)
+    numerics = Numerics(dtype=dtype, mesh=None if mesh is None else MeshConfig.parse(mesh))
     with Display() as display:
         model = load_target(directory, numerics, progress=display.progress)
         most = model.config.max_position_embeddings
@@ -255,7 +257,8 @@ def _start(
     from jaxspec.fresh_draft import fresh_draft
 
     if draft is not None:
-        return load_draft(draft, Numerics(dtype="float32"), target=target)
+        numerics = Numerics(dtype="float32", mesh=target.numerics.mesh)
+        return load_draft(draft, numerics, target=target)
     vocab_size = target.config.vocab_size
     ids = learned.frequent_ids(vocab_size, shape.num_ids(vocab_size))
     return fresh_draft(target, shape, ids, seed)

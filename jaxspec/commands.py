@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxspec.aliases import Convention
 from jaxspec.ceiling import accept_ceiling
 from jaxspec.checkpoint import load_draft, load_target, locate
@@ -365,8 +367,8 @@ def run_record_features(
     only = PromptFlags(prompt_file=source), PromptFlags(tokens=source)
     if source is None or data not in only:
         raise InputError("--features reads --prompt-file or --tokens, and nothing beside")
-    if models.numerics.mesh is not None:
-        raise InputError("--features over a mesh is not done: leave out --mesh")
+    if jax.process_count() > 1:
+        raise InputError("--features is recorded by one process: leave out --coordinator")
     if (capture is None) == (models.draft == "none"):
         raise InputError("--features are those of --capture with --draft none, or of a --draft")
     target, draft = load(models, display)

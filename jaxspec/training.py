@@ -17,9 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache import DraftCache, joined
+from jaxspec.collectives import over_groups, share, whole_gradient
 from jaxspec.config import Numerics
 from jaxspec.contracts import Boundaries, Features, TargetIds
 from jaxspec.dims import typed
@@ -28,6 +30,7 @@ from jaxspec.errors import InputError
 from jaxspec.layers import full_f32
 from jaxspec.mla import Pass
 from jaxspec.optimizer import OptimizerConfig
+from jaxspec.sharding import devices_of, specs_of
 from jaxspec.target import Target
 
 __all__ = ["Batch", "LossConfig", "StepReport", "Sums", "TrainState", "Trainer", "draft_loss"]
@@ -129,7 +132,8 @@ def draft_loss(
 ) -> tuple[Float[Array, ""], Sums]:
     """The weighted loss, and its parts.
 
-    Of each step it is the mean over the positions that count in the whole batch.
+    Of each step it is the mean over the positions that count in the whole batch: on a mesh, that
+    of all groups, on every device, while the parts are of this group's sequences.
 
     Args:
       logits_BTV: the target's; no gradient goes there.
@@ -147,7 +151,7 @@ def draft_loss(
     nothing_B, cache = jnp.zeros(batch, jnp.int32), draft.empty_cache(batch, 0)
     hidden: jax.Array | None = None
     earlier: DraftCache | None = None
-    total, parts = jnp.float32(0), []
+    parts = []
     for step in range(config.num_steps):
         tokens = TargetIds(_ahead(tokens_BT, step + 1), vocab_size)
         sees_BTT = jnp.broadcast_to(sees_TT, (batch, *sees_TT.shape))
@@ -165,12 +169,15 @@ def draft_loss(
         is_right_BT = (guess_BT == _ahead(best_BT, step + 1)) & counts_BT
         loss_B = jnp.where(counts_BT, loss_BT, 0.0).sum(1)
         parts.append(Sums(loss_B, is_right_BT.sum(1), counts_BT.sum(1)))
-        mean = loss_B.sum() / jnp.maximum(counts_BT.sum(), 1).astype(jnp.float32)
-        total = total + config.step_weight**step * mean
         hidden = done.recurrent
         earlier = done.rows if earlier is None else joined(earlier, done.rows)
         sees_TT = jnp.concatenate([sees_TT, diagonal_TT], axis=1)
-    return total, jax.tree.map(lambda *of_steps: jnp.stack(of_steps), *parts)
+    sums = jax.tree.map(lambda *of_steps: jnp.stack(of_steps), *parts)
+    # [2, steps]: of each step, the loss and the positions of all groups of a mesh.
+    both = jnp.stack([sums.loss.sum(1), sums.count.sum(1).astype(jnp.float32)])
+    loss, count = over_groups(both, draft.numerics.mesh)
+    weight = jnp.asarray(config.step_weight ** np.arange(config.num_steps), jnp.float32)
+    return jnp.sum(weight * loss / jnp.maximum(count, 1.0)), sums
 
 
 def _labels(logits_BTV: jax.Array, targets_U: jax.Array, labels: Labels) -> jax.Array:
@@ -223,22 +230,24 @@ class StepReport:
 class Trainer:
     """A draft that learns from a target, one compiled step for every batch of a shape.
 
-    Parameters and optimiser are f32; both models are computed in the target's dtype.
+    Parameters and optimiser are f32; both models are computed in the target's dtype. On a mesh,
+    loss and gradient are one `shard_map`, as a step of generation is; the optimiser lies as its
+    parameters do, and what it needs of other devices, such as a norm, is left to XLA's partitioner.
     """
 
     def __init__(
         self, target: Target, draft: Draft, loss: LossConfig, optimizer: OptimizerConfig
     ) -> None:
         """Args:
-          draft: in f32. Its numerics' implementation is left alone: plain XLA has a gradient.
+          draft: in f32, on the target's mesh. Its numerics' implementation is left alone: plain
+            XLA has a gradient.
 
         Raises:
-          InputError: a config that cannot be trained with, a mesh, or nothing to train.
+          InputError: a config that cannot be trained with, or a mesh that does not fit.
         """
         loss.check()
         optimizer.check()
-        if target.numerics.mesh is not None or draft.numerics.mesh is not None:
-            raise InputError("training over a mesh is not done: load both models without one")
+        self._devices = devices_of(target, draft, None)
         self.capture: Boundaries = target.asked_for(draft.config.boundaries)
         # Contract errors before anything is compiled.
         self.capture.require(draft.config.boundaries, "train-draft")
@@ -246,7 +255,8 @@ class Trainer:
         dtype = target.numerics.jnp_dtype
         _, state = nnx.split(draft)
         self._variables = dict(nnx.to_flat_state(state))
-        numerics = Numerics(dtype=target.numerics.dtype, implementation="xla")
+        self._mesh = mesh = target.numerics.mesh
+        numerics = Numerics(dtype=target.numerics.dtype, implementation="xla", mesh=mesh)
         self._graph = nnx.split(
             nnx.eval_shape(lambda: Draft(draft.config, numerics, nnx.Rngs(0), draft.identity))
         )[0]
@@ -263,25 +273,36 @@ class Trainer:
         }
         self._target_graph, self._target = nnx.split(target)
         self._dtype = dtype
-        self._step = jax.jit(self._train, donate_argnums=0)
-        self._sums = jax.jit(lambda *given: self._loss(*given)[1])
+        self._gradient, sums, where = self._gradient_here, self._sums_here, None
+        self._cuts: dict[str, P] = {}
+        if (devices := self._devices) is not None:
+            models = self._start, self._target, self._fixed
+            self._start, self._target, self._fixed = models = devices.put(models)
+            given, of_rows = (*specs_of(models, devices.config), P("data")), P(None, "data")
+            self._cuts = given[0]
+            self._gradient = devices.spread(self._gradient, given, ((P(), of_rows), self._cuts))
+            sums = devices.spread(sums, given, of_rows)
+            where = devices.shardings(jax.eval_shape(self._new_state)), None
+        self._step = jax.jit(self._train, donate_argnums=0, out_shardings=where)
+        self._sums = jax.jit(sums)
 
     def new_state(self) -> TrainState:
         """The state before the first step, of arrays of its own."""
-        trained = jax.tree.map(jnp.copy, self._start)
-        return TrainState(trained, self._optimizer.init(trained))
+        state = self._new_state()
+        return state if self._devices is None else self._devices.put(state)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
         """The state after one batch, and what was found there, on the host.
 
         A loss or a gradient that is not finite changes nothing: see `StepReport.is_finite`.
         """
-        state, report = self._step(state, self._target, self._fixed, batch)
+        state, report = self._step(state, self._target, self._fixed, self._put(batch))
         return state, jax.device_get(report)
 
     def sums(self, state: TrainState, batch: Batch) -> Sums:
         """What `draft_loss` finds on a batch that is not learned from, on the host."""
-        return jax.device_get(self._sums(state.trained, self._target, self._fixed, batch))
+        given = state.trained, self._target, self._fixed, self._put(batch)
+        return jax.device_get(self._sums(*given))
 
     def draft(self, state: TrainState) -> Draft:
         """The draft as it is now, in the target's dtype."""
@@ -289,7 +310,18 @@ class Trainer:
 
     def values(self, state: TrainState) -> dict[str, np.ndarray]:
         """All of its parameters by path, the trained ones f32."""
-        return jax.device_get(self._fixed | state.trained)
+        values = self._fixed | state.trained
+        return jax.device_get(values) if self._devices is None else self._devices.fetch(values)
+
+    def _new_state(self) -> TrainState:
+        trained = jax.tree.map(jnp.copy, self._start)
+        return TrainState(trained, self._optimizer.init(trained))
+
+    def _put(self, batch: Batch) -> Batch:
+        """The batch on a mesh's devices, each group with its sequences."""
+        if (devices := self._devices) is None:
+            return batch
+        return jax.tree.map(lambda array: devices.put_as(array, P("data")), batch)
 
     def _merged(self, trained: Mapping[str, jax.Array], fixed: Mapping[str, jax.Array]) -> Draft:
         values = {name: value.astype(self._dtype) for name, value in trained.items()} | dict(fixed)
@@ -317,12 +349,25 @@ class Trainer:
             self.loss,
         )
 
+    def _sums_here(self, *given: Any) -> Sums:
+        return self._loss(*given)[1]
+
+    def _gradient_here(
+        self, trained: dict[str, jax.Array], *given: Any
+    ) -> tuple[tuple[jax.Array, Sums], dict[str, jax.Array]]:
+        """Loss, its parts, and the gradient; on a mesh, all of it on each device."""
+
+        def share_of_loss(trained: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
+            found = self._loss(trained, *given)
+            return share(found[0], self._mesh), found
+
+        gradient, found = jax.grad(share_of_loss, has_aux=True)(trained)
+        return found, whole_gradient(gradient, self._cuts, self._mesh)
+
     def _train(
         self, state: TrainState, target_params: Any, fixed: Any, batch: Batch
     ) -> tuple[TrainState, StepReport]:
-        (loss, sums), gradient = jax.value_and_grad(self._loss, has_aux=True)(
-            state.trained, target_params, fixed, batch
-        )
+        (loss, sums), gradient = self._gradient(state.trained, target_params, fixed, batch)
         norm = optax.tree.norm(gradient)
         with jax.numpy_dtype_promotion("standard"):  # optax's counts are integers among floats
             updates, optimizer = self._optimizer.update(gradient, state.optimizer, state.trained)

@@ -52,6 +52,9 @@ class Acceptance:
         self._ceiling: float | None = None
         if not self._requests:
             return
+        mesh, batch_size = target.numerics.mesh, min(8, len(self._requests))
+        if mesh is not None:
+            batch_size += -batch_size % mesh.data
         slots = min(
             config.prompt_len + config.max_new_tokens + config.tree.nodes,
             target.config.max_position_embeddings,
@@ -63,7 +66,7 @@ class Acceptance:
                 config.tree,
                 config.max_new_tokens,
                 slots,
-                batch_size=min(8, len(self._requests)),
+                batch_size=batch_size,
                 ignore_eos=True,
             ),
         )
