@@ -56,7 +56,10 @@ def doctor(
     context_length: Annotated[
         int, typer.Option(metavar="N", help="Tokens of a text; longer prompts are cut.")
     ] = 512,
-    temperature: Annotated[float, typer.Option(help="Of what it writes. 0 is greedy.")] = 0.8,
+    temperature: Annotated[
+        float,
+        typer.Option(help="Of what it writes after prompts that do not say. 0 is greedy."),
+    ] = 0.8,
     levels: Annotated[
         int, typer.Option(help="Drafted tokens per step; of --observed, what its flags say.")
     ] = 3,

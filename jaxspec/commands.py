@@ -59,6 +59,7 @@ __all__ = [
     "run_record_features",
     "run_tokenize",
     "tokenizer_of",
+    "unread_settings",
 ]
 
 
@@ -282,6 +283,12 @@ def tokenizer_of(models: ModelFlags, prompts: PromptFlags) -> Tokenizer | None:
     return tokenizer
 
 
+def unread_settings(prompts: Sequence[EncodedPrompt]) -> str | None:
+    """Which prompts have settings of their own, where none is sampled by; None for none."""
+    names = [prompt.id for prompt in prompts if prompt.settings]
+    return f"'sampling' of {', '.join(names)} plays no part" if names else None
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenizeReport:
     """Prompts with their ids, and the tokenizer that made them."""
@@ -290,7 +297,8 @@ class TokenizeReport:
     tokenizer: Tokenizer
 
     def to_dict(self) -> dict[str, Any]:
-        """The `--json` object; `pieces` are the texts of the tokens, control tokens by name."""
+        """The `--json` object: `pieces` are the texts of the tokens, control tokens by name, and
+        `sampling` are a prompt's own settings, as its file has them."""
         return {
             "target": str(self.tokenizer.directory),
             "prompts": [
@@ -298,6 +306,7 @@ class TokenizeReport:
                     "id": prompt.id,
                     "category": prompt.category,
                     "ids": list(prompt.ids),
+                    "sampling": dict(prompt.settings),
                     "pieces": [self.tokenizer.piece(i) for i in prompt.ids],
                 }
                 for prompt in self.prompts
@@ -338,6 +347,8 @@ def run_record(
         target, draft = load(models, display)
         longest = max(len(prompt.ids) for prompt in encoded)
         check_prompts(encoded, target.config.vocab_size, context_length=longest + 1)
+    if said := unread_settings(encoded):
+        display.say(f"{said}: nothing is sampled here")
     _check_same(encoded, target, draft)
     config = RecordConfig(boundaries, models.claim(target), top)
     sequences = [prompt.ids for prompt in encoded]

@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from jaxspec.commands import ModelFlags, PromptFlags, load, tokenizer_of
+from jaxspec.commands import ModelFlags, PromptFlags, load, tokenizer_of, unread_settings
 from jaxspec.console import Display
 from jaxspec.convert.pairing import fingerprint_of
 from jaxspec.doctor import diagnose
@@ -12,6 +12,9 @@ from jaxspec.doctor_scores import DoctorConfig
 from jaxspec.doctor_texts import Text, read_observed, write_on
 from jaxspec.environment import SHIPPED_PROMPTS
 from jaxspec.errors import InputError
+from jaxspec.prompts import EncodedPrompt
+from jaxspec.text import SamplingConfig
+from jaxspec.tokenizer import Tokenizer
 
 __all__ = ["DoctorFlags", "run_doctor"]
 
@@ -24,7 +27,7 @@ class DoctorFlags:
       prompts: none at all are those that ship, for the shipped target.
       observed: a run file, whose texts are read in place of prompts.
       max_new_tokens: that the target writes after each prompt; 0 reads the prompts as they are.
-      temperature: of what it writes; 0 is greedy.
+      temperature: of what it writes after prompts that do not say; 0 is greedy.
       context_length: tokens of a text; a longer prompt is cut at its end.
     """
 
@@ -45,6 +48,7 @@ def run_doctor(flags: DoctorFlags, display: Display) -> DoctorReport:
       ContractError: draft and target do not belong together.
     """
     models, config, observed = flags.models, flags.config, None
+    prompts, tokenizer, sampling = [], None, SamplingConfig(flags.temperature)
     config.check()
     if models.draft == "none":
         raise InputError("--draft none: there is nothing to find out about")
@@ -54,9 +58,14 @@ def run_doctor(flags: DoctorFlags, display: Display) -> DoctorReport:
             f"--max-new-tokens {flags.max_new_tokens}"
         )
     if flags.observed is None:
-        texts, num_cut = _prompts(flags)
+        prompts, tokenizer, num_cut = _prompts(flags)
+        texts = [Text(prompt.id, prompt.ids, len(prompt.ids)) for prompt in prompts]
         if num_cut:
             display.say(f"{num_cut} prompts are longer than --context-length allows, and cut")
+        if flags.max_new_tokens:
+            sampling.check(prompts, has_text=tokenizer is not None)
+        elif said := unread_settings(prompts):
+            display.say(f"{said}: with --max-new-tokens 0 nothing is written")
     else:
         if flags.prompts != PromptFlags():
             raise InputError("--observed brings its own prompts: give no others")
@@ -89,7 +98,7 @@ def run_doctor(flags: DoctorFlags, display: Display) -> DoctorReport:
     if flags.observed is None and flags.max_new_tokens:
         with display.waiting("the target writes"):
             texts = write_on(
-                target, texts, flags.max_new_tokens, flags.temperature, config.batch_size
+                target, prompts, tokenizer, sampling, flags.max_new_tokens, config.batch_size
             )
     engine = "the engine" if observed is None else observed.engine
     report = diagnose(target, draft, texts, config, engine=engine, progress=display.progress)
@@ -98,8 +107,8 @@ def run_doctor(flags: DoctorFlags, display: Display) -> DoctorReport:
     return report
 
 
-def _prompts(flags: DoctorFlags) -> tuple[list[Text], int]:
-    """The prompts as ids, cut to the room that there is, and how many of them had to be."""
+def _prompts(flags: DoctorFlags) -> tuple[list[EncodedPrompt], Tokenizer | None, int]:
+    """The prompts cut to the room that there is, who made ids of them, and how many were cut."""
     asked = flags.prompts
     if asked.text is None and asked.prompt_file is None and asked.tokens is None:
         if flags.models.target is not None:
@@ -109,12 +118,13 @@ def _prompts(flags: DoctorFlags) -> tuple[list[Text], int]:
             )
         asked = dataclasses.replace(asked, prompt_file=SHIPPED_PROMPTS)
     room = flags.context_length - flags.max_new_tokens
-    prompts, texts = asked.read(tokenizer_of(flags.models, asked)), []
+    tokenizer = tokenizer_of(flags.models, asked)
+    prompts = asked.read(tokenizer)
     for prompt in prompts:
         if len(prompt.ids) < 2:
             raise InputError(
                 f"{prompt.where}: a single token, of which a draft can tell nothing; give longer "
                 "prompts"
             )
-        texts.append(Text(prompt.id, prompt.ids[:room], min(len(prompt.ids), room)))
-    return texts, sum(len(prompt.ids) > room for prompt in prompts)
+    cut = [dataclasses.replace(prompt, ids=prompt.ids[:room]) for prompt in prompts]
+    return cut, tokenizer, sum(len(prompt.ids) > room for prompt in prompts)

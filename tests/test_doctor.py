@@ -15,7 +15,11 @@ from safetensors.numpy import load_file
 from jaxspec import (
     SHIPPED_DRAFT,
     SHIPPED_TARGET,
+    GenerateConfig,
+    Generator,
     Numerics,
+    Request,
+    SamplingConfig,
     cli,
     load_draft,
     load_target,
@@ -27,8 +31,9 @@ from jaxspec.doctor import diagnose
 from jaxspec.doctor_readings import FAMILIES, Case, readings_of
 from jaxspec.doctor_report import DoctorReport
 from jaxspec.doctor_scores import DoctorConfig, States, read_states
-from jaxspec.doctor_texts import Text
+from jaxspec.doctor_texts import Text, write_on
 from jaxspec.errors import InputError
+from jaxspec.prompts import EncodedPrompt
 from tests import draft_kinds, make_checkpoint
 
 NUMERICS = Numerics(dtype="float32")
@@ -311,6 +316,25 @@ def test_bad_texts(mini):
         diagnose(mini, draft, [Text("a", (5,), 1)])
     with pytest.raises(InputError, match="all of 1 texts repeat themselves"):
         diagnose(mini, draft, [Text("a", (5, 6, 7) * 20, 3)])
+
+
+@pytest.mark.slow
+def test_writes_as_a_prompt_says(target):
+    """The target's continuation of a prompt is that of its own settings, and of its own limit."""
+    ids = (5, 9, 11)
+    own = ({"seed": 7}, {"temperature": 0.0}, {"max_new_tokens": 2}, {})
+    prompts = [EncodedPrompt(str(i), ids, settings=some) for i, some in enumerate(own)]
+    texts = write_on(target, prompts, None, SamplingConfig(temperature=0.9), 6, 4)
+    config = GenerateConfig(None, 6, 9, 4)
+    wanted = [
+        Request(ids, 0.9, seed=7),
+        Request(ids),
+        Request(ids, 0.9, seed=2, max_new_tokens=2),
+        Request(ids, 0.9, seed=3),
+    ]
+    done = Generator(target, None, config).run(wanted).completions
+    assert [text.ids for text in texts] == [ids + one.tokens for one in done]
+    assert len({text.ids for text in texts}) == 4 and {text.prompt_len for text in texts} == {3}
 
 
 @pytest.mark.slow
