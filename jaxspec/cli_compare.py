@@ -91,7 +91,13 @@ def compare(
         if reference is not None or kinds or align or tie is not None:
             raise InputError("--isolate goes without --reference, --require, --align and --tie")
         isolated = _isolated([a] if b is None else [a, b], target)
-        _show(isolated, view.tables_of_isolation, view.plot_isolation, plot, as_json)
+        _show(
+            isolated,
+            view.tables_of_isolation,
+            lambda path: view.plot_isolation(isolated, path),
+            plot,
+            as_json,
+        )
         return
     if b is None:
         raise InputError("compare takes two files; --isolate takes one record and --target DIR")
@@ -111,18 +117,24 @@ def compare(
             runs = compare_runs(a, b)
         else:
             runs = compare_runs(a, b, _margins(target, (a, b)), NEAR_TIE if tie is None else tie)
-        _show([runs], view.tables_of_runs, view.plot_runs, plot, as_json)
+        _show([runs], view.tables_of_runs, lambda path: view.plot_runs(runs, path), plot, as_json)
     else:
         if target is not None:
             raise InputError("--target is of run files, or of --isolate; these are records")
         from jaxspec.record_comparison import compare_records
 
         records = compare_records(a, b, reference, kinds, aligns=align)
-        _show([records], view.tables_of_records, view.plot_records, plot, as_json)
+        _show(
+            [records],
+            view.tables_of_records,
+            lambda path: view.plot_records(records, path),
+            plot,
+            as_json,
+        )
 
 
 def _show(found: list[Any], tables, draw, plot: Path | None, as_json: bool) -> None:
-    """Prints the findings, draws the first, and exits with 1 unless all hold.
+    """Prints the findings, draws them, and exits with 1 unless all hold.
 
     The picture comes last: where it cannot be written, what was found is on the screen.
     """
@@ -139,7 +151,7 @@ def _show(found: list[Any], tables, draw, plot: Path | None, as_json: bool) -> N
                 console.print(table)
             print(one.finding())
     if plot is not None:
-        draw(found[0], plot)
+        draw(plot)
     if not all(one.holds for one in found):
         raise typer.Exit(1)
 

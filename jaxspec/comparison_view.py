@@ -1,6 +1,8 @@
 """A comparison for a reader: tables, and a plot of the error along the depth."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.table import Table
@@ -10,6 +12,9 @@ from jaxspec.isolation_findings import Isolation
 from jaxspec.picture import save_picture
 from jaxspec.record_findings import F32_TOLERANCE, ArrayComparison, RecordComparison
 from jaxspec.run_comparison import Estimate, RunComparison
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = [
     "plot_isolation",
@@ -110,19 +115,28 @@ def tables_of_isolation(found: Isolation) -> list[Table]:
     return [parts]
 
 
-def plot_isolation(found: Isolation, path: Path) -> None:
-    """Each layer's own error along the depth, beside what rounding explains.
+def plot_isolation(found: Sequence[Isolation], path: Path) -> None:
+    """Each layer's own error along the depth, beside what rounding explains; a panel per record.
 
     Raises:
-      InputError: no layer was compared, or the picture cannot be written.
+      InputError: no layer of a record was compared, or the picture cannot be written.
     """
-    layers = [part for part in found.parts if part.layer is not None]
-    if not layers:
-        raise InputError(f"--plot {path}: no layer was compared, so there is no depth to plot")
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 3.5), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(7, 0.5 + 3 * len(found)), layout="constrained")
+    panels = figure.subplots(len(found), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    for axes, one in zip(panels, found, strict=True):
+        _plot_layers(one, axes, path)
+    panels[-1].set_xlabel("layer")
+    save_picture(figure, path)
+
+
+def _plot_layers(found: Isolation, axes: "Axes", path: Path) -> None:
+    layers = [part for part in found.parts if part.layer is not None]
+    if not layers:
+        raise InputError(
+            f"--plot {path}: no layer of {found.record} was compared, so there is no depth to plot"
+        )
     depth = [part.layer for part in layers]
     is_exact = layers[0].own is None
     errors = [max(part.worst if is_exact else part.rms, FLOOR) for part in layers]
@@ -140,10 +154,9 @@ def plot_isolation(found: Isolation, path: Path) -> None:
     if far:
         axes.scatter(*zip(*far, strict=True), s=90, facecolors="none", edgecolors="black", zorder=3)
         axes.scatter([], [], s=60, facecolors="none", edgecolors="black", label="departs")
-    axes.set(xlabel="layer", ylabel="error of the layer alone")
+    axes.set_ylabel("error of the layer alone")
     axes.set_title(found.record.name, fontsize=9)
     axes.legend(fontsize=8)
-    save_picture(figure, path)
 
 
 def plot_records(found: RecordComparison, path: Path) -> None:

@@ -168,6 +168,6 @@ def test_tables_and_picture(exact, saved, tmp_path):
     found = isolate_record(saved(record_of(Faulty("scaling factor dropped"))), exact)
     (table,) = tables_of_isolation(found)
     assert table.row_count == 6
-    plot_isolation(found, tmp_path / "p.png")
+    plot_isolation([found, found], tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 5000
     assert found.to_dict()["holds"] is False
