@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from jaxspec.cli_start import mesh_of
 from jaxspec.errors import InputError
 from jaxspec.flags import (
     CaptureFlag,
@@ -16,6 +17,7 @@ from jaxspec.flags import (
     DraftRotaryFlag,
     DtypeFlag,
     JsonFlag,
+    MeshFlag,
     PlotFlag,
     PromptArgument,
     PromptFileFlag,
@@ -66,6 +68,7 @@ def doctor(
     top: Annotated[int, typer.Option(help="Guesses that count for top-k agreement.")] = 4,
     batch_size: Annotated[int, typer.Option(help="Texts at a time.")] = 8,
     dtype: DtypeFlag = None,
+    mesh: MeshFlag = None,
     plot: PlotFlag = None,
     as_json: JsonFlag = False,
     compile_cache: CompileCacheFlag = None,
@@ -89,8 +92,9 @@ def doctor(
     start_jax(compile_cache)
     if plot is not None:
         check_picture(plot)
+    drafted = (draft, capture, capture_convention, draft_rotary)
     flags = DoctorFlags(
-        models_of(target, (draft, capture, capture_convention, draft_rotary), dtype, None),
+        models_of(target, drafted, dtype, None, mesh_of(mesh, None)),
         PromptFlags(prompt, prompt_file, tokens, chat, thinking),
         DoctorConfig(levels, top, batch_size),
         observed,

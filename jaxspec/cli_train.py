@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from jaxspec.cli_start import mesh_of
 from jaxspec.errors import InputError
 from jaxspec.flags import (
     DEFAULT_TREE,
@@ -160,7 +161,7 @@ def train_draft(
     import numpy as np
 
     from jaxspec.checkpoint import load_target, locate
-    from jaxspec.config import MeshConfig, Numerics, TreeConfig
+    from jaxspec.config import Numerics, TreeConfig
     from jaxspec.console import Display
     from jaxspec.environment import SHIPPED_TARGET
     from jaxspec.features import FeaturesDirectory
@@ -197,7 +198,7 @@ def train_draft(
     dtype = dtype_of(dtype)
     if stored is not None and stored.dtype != dtype:
         raise InputError(f"{features}: recorded in {stored.dtype}; give --dtype {stored.dtype}")
-    numerics = Numerics(dtype=dtype, mesh=None if mesh is None else MeshConfig.parse(mesh))
+    numerics = Numerics(dtype=dtype, mesh=mesh_of(mesh, None))
     with Display() as display:
         model = load_target(directory, numerics, progress=display.progress)
         most = model.config.max_position_embeddings

@@ -161,15 +161,21 @@ class GenerateFlags:
     with_ceiling: bool = False
 
 
-def load(models: ModelFlags, display: Display) -> tuple[Target, Draft | None]:
-    """The models, loaded."""
+def load(
+    models: ModelFlags, display: Display, is_draft_alone: bool = False
+) -> tuple[Target, Draft | None]:
+    """The models, loaded.
+
+    Args:
+      is_draft_alone: the draft on one device, wherever the target is.
+    """
     draft_directory = models.draft_directory
     target = load_target(models.target_directory, models.numerics, progress=display.progress)
     if draft_directory is None:
         return target, None
     draft = load_draft(
         draft_directory,
-        models.numerics,
+        dataclasses.replace(models.numerics, mesh=None) if is_draft_alone else models.numerics,
         target=target,
         capture_convention=models.capture_convention,
         capture=models.capture,

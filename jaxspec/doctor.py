@@ -43,7 +43,10 @@ def diagnose(
 ) -> DoctorReport:
     """The draft as declared, and under all other readings, on the texts.
 
+    A target on a mesh reads them there; the draft, which is one layer or a few, on one device.
+
     Args:
+      draft: loaded without a mesh.
       texts: or the states of an earlier pass over them, which hold every boundary wanted here.
       families: of the readings that are tried.
       declared: how the engine runs the draft; None is as the checkpoint says, and as EAGLE-3 does.
@@ -55,18 +58,22 @@ def diagnose(
       InputError: a text is a single token, or too little is left to say anything.
     """
     config.check()
-    if target.numerics.mesh is not None:
-        raise InputError("doctor reads with one device: load target and draft without a mesh")
+    if draft.numerics.mesh is not None:
+        raise InputError(
+            f"doctor: the draft is on mesh {draft.numerics.mesh}, and is read on one device: load "
+            "it without a mesh, and the target on one"
+        )
     want = draft.config.boundaries
     target.asked_for(want).require(want, "doctor")
     declared = declared or Case.declared(draft)
-    readings = readings_of(declared, target, families)
+    ends = target.on_one_device()
+    readings = readings_of(declared, ends, families)
     cases = [declared, *(reading.case for reading in readings)]
     states = texts
     if not isinstance(states, States):
         wanted = sorted({b for case in cases for b in case.boundaries})
         states = read_states(target, states, wanted, config.batch_size, progress)
-    scored = score_all(target, states, cases, config, progress)
+    scored = score_all(ends, states, cases, config, progress)
     report = _report(target, draft, states, readings, scored, config)
     if any(text.accepted is None for text in states.texts):
         return report

@@ -72,7 +72,7 @@ def run_doctor(flags: DoctorFlags, display: Display) -> DoctorReport:
         observed = read_observed(flags.observed)
         texts = observed.texts
         config = dataclasses.replace(config, levels=observed.levels)
-    target, draft = load(models, display)
+    target, draft = load(models, display, is_draft_alone=True)
     assert draft is not None, "checked above"
     ran = None if observed is None else observed.target_hash
     if ran is not None and fingerprint_of(ran) != fingerprint_of(target.identity):

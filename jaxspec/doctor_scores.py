@@ -30,7 +30,7 @@ from jaxspec.errors import InputError
 from jaxspec.layers import full_f32
 from jaxspec.mla import Pass
 from jaxspec.recording import RecordConfig, record
-from jaxspec.target import Target
+from jaxspec.target import Ends, Target
 
 __all__ = ["DoctorConfig", "Scores", "States", "read_states", "score_all"]
 
@@ -157,7 +157,7 @@ class Scores:
 
 
 def score_all(
-    target: Target,
+    target: Ends,
     states: States,
     cases: Sequence[Case],
     config: DoctorConfig,
@@ -188,7 +188,7 @@ def score_all(
 
 
 def _run(
-    target: Target,
+    target: Ends,
     states: States,
     rows: Sequence[int],
     case: Case,

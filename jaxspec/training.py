@@ -279,7 +279,7 @@ class Trainer:
             models = self._start, self._target, self._fixed
             self._start, self._target, self._fixed = models = devices.put(models)
             given, of_rows = (*specs_of(models, devices.config), P("data")), P(None, "data")
-            self._cuts = given[0]
+            self._cuts = specs_of(self._start, devices.config)
             self._gradient = devices.spread(self._gradient, given, ((P(), of_rows), self._cuts))
             sums = devices.spread(sums, given, of_rows)
             where = devices.shardings(jax.eval_shape(self._new_state)), None

@@ -1,11 +1,13 @@
-"""A program: what a tiny draft learns on meshes of four CPU devices, told as JSON.
+"""A program: what a tiny draft learns, and what the doctor says, on meshes of four CPU devices.
 
-    python -m tests.training_on_devices gradients llama 1x2 2x2
-    python -m tests.training_on_devices run 2x2
-    python -m tests.training_on_devices features 2x2
+    python -m tests.on_four_devices gradients llama 1x2 2x2
+    python -m tests.on_four_devices run 2x2
+    python -m tests.on_four_devices features 2x2
+    python -m tests.on_four_devices doctor 2x2
 
+What it prints is JSON.
 The number of devices is settled when jax starts, so this runs in a process of its own, which
-`test_training_mesh.py` starts; it judges nothing itself.
+`test_four_devices.py` starts; it judges nothing itself.
 """
 
 import json
@@ -20,10 +22,16 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from jaxspec.config import MeshConfig, Numerics, TreeConfig
+from jaxspec.doctor import diagnose
+from jaxspec.doctor_readings import FAMILIES
+from jaxspec.doctor_scores import DoctorConfig
+from jaxspec.doctor_texts import write_on
 from jaxspec.features import record_features
 from jaxspec.fresh_draft import DraftShape, fresh_draft
 from jaxspec.optimizer import OptimizerConfig
+from jaxspec.prompts import EncodedPrompt
 from jaxspec.target import Target
+from jaxspec.text import SamplingConfig
 from jaxspec.training import LossConfig, Trainer
 from jaxspec.training_acceptance import AcceptanceConfig
 from jaxspec.training_data import Sample, Windows
@@ -135,6 +143,20 @@ def features(mesh: str) -> dict[str, Any]:
     return {name: float(np.abs(array - found[1][name]).max()) for name, array in found[0].items()}
 
 
+def doctor(mesh: str) -> dict[str, Any]:
+    """What is written, and found of a fresh draft, alone and with the target on a mesh."""
+    told = {}
+    for name, where in (("alone", None), ("mesh", MeshConfig.parse(mesh))):
+        target = target_on(where)
+        draft = fresh_draft(target_on(None), shape_of("llama"), np.arange(20), seed=0)
+        prompts = [EncodedPrompt(str(i), tuple(IDS[i : i + 5].tolist())) for i in range(6)]
+        texts = write_on(target, prompts, None, SamplingConfig(1.0), 60, 2)
+        families = tuple(one for one in FAMILIES if one.name in ("order", "borrowed"))
+        report = diagnose(target, draft, texts, DoctorConfig(1, 2, 3), families=families)
+        told[name] = {"texts": [text.ids for text in texts]} | report.to_dict()
+    return told
+
+
 def main() -> None:
     # Read when the first array is made. Unoptimised, programs that run for moments compile in half
     # the time.
@@ -144,7 +166,8 @@ def main() -> None:
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     what, *asked = sys.argv[1:]
-    print(json.dumps({"gradients": gradients, "run": run, "features": features}[what](*asked)))
+    programs = {"gradients": gradients, "run": run, "features": features, "doctor": doctor}
+    print(json.dumps(programs[what](*asked)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Training, and recording for it, on a mesh gives what one device gives.
 
-Runs are on four CPU devices, in a process of their own: `training_on_devices.py`.
+Runs are on four CPU devices, in a process of their own: `on_four_devices.py`.
 """
 
 import functools
@@ -20,8 +20,8 @@ from jaxspec.config import LlamaDraftConfig, MeshConfig, Numerics
 from jaxspec.errors import InputError
 from jaxspec.sharding import specs_of
 from jaxspec.training import LossConfig, Trainer
+from tests import on_four_devices as program
 from tests import tiny
-from tests import training_on_devices as program
 
 ROOT = Path(__file__).parent.parent
 MESHES = ("1x2", "2x1", "2x2")
@@ -30,7 +30,7 @@ MESHES = ("1x2", "2x1", "2x2")
 @functools.cache
 def told(*asked: str) -> dict[str, Any]:
     """What the program says."""
-    command = [sys.executable, "-m", "tests.training_on_devices", *asked]
+    command = [sys.executable, "-m", "tests.on_four_devices", *asked]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
     return json.loads(done.stdout)
@@ -69,6 +69,20 @@ def test_features_are_those_of_one_device():
     found = told("features", "2x2")
     assert found.keys() == {"tokens", "lengths", "loss_mask", "features", "boundary.004"}
     assert max(found.values()) <= 1e-5, found
+
+
+@pytest.mark.slow
+def test_the_doctor_finds_what_it_finds_on_one_device():
+    found = told("doctor", "2x2")
+    alone, mesh = found["alone"], found["mesh"]
+    assert mesh["texts"] == alone["texts"] and mesh["num_rows"] > 200
+    assert len(alone["readings"]) == 6
+    of = {reading["name"]: reading for reading in mesh["readings"]}
+    for want in alone["readings"]:
+        got = of[want["name"]]
+        assert got["gain"] == pytest.approx(want["gain"], abs=1e-5)
+        assert got["figures"] == pytest.approx(want["figures"], rel=1e-4)
+        assert got["verdict"] == want["verdict"]
 
 
 def test_a_state_lies_as_its_parameters_do(target, draft):
