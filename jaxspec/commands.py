@@ -292,7 +292,8 @@ def tokenizer_of(models: ModelFlags, prompts: PromptFlags) -> Tokenizer | None:
 def unread_settings(prompts: Sequence[EncodedPrompt]) -> str | None:
     """Which prompts have settings of their own, where none is sampled by; None for none."""
     names = [prompt.id for prompt in prompts if prompt.settings]
-    return f"'sampling' of {', '.join(names)} plays no part" if names else None
+    more = f" and {len(names) - 1} others" if len(names) > 1 else ""
+    return f"'sampling' of prompt {names[0]!r}{more} plays no part" if names else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -164,7 +164,9 @@ class DoctorReport:
                 f"better. {share}"
             )
         others = ", or ".join(self.rivals)
-        or_else = f" (or {others}: these texts cannot tell)" if others else ""
+        or_else = (
+            f" (or {others}: these texts cannot tell; longer or more ones may)" if others else ""
+        )
         return (
             f"not as declared: {best.fault}; {best.name} is what it fits best{or_else}. Change "
             f"{best.change}. {share}; so read {best.figures.top1[0]:.1%} and "

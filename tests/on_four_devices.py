@@ -132,15 +132,23 @@ def run(mesh: str) -> dict[str, Any]:
 
 
 def features(mesh: str) -> dict[str, Any]:
-    """How far the features recorded on a mesh are from those of one device, by array."""
+    """How far the features recorded on a mesh are from those of one device, by array; and what a
+    draft's losses on that mesh are, step by step, with them and with the target's own.
+    """
     with tempfile.TemporaryDirectory() as name:
-        found = []
+        found, losses = [], []
         for where in (None, MeshConfig.parse(mesh)):
             target = target_on(where)
             claim = target.boundaries(tiny.BOUNDARIES, "the test's")
             made = record_features(target, claim, WINDOWS, Path(name) / str(where))
             found.append(load_file(made.shards[0]))
-    return {name: float(np.abs(array - found[1][name]).max()) for name, array in found[0].items()}
+        draft = fresh_draft(target, shape_of("llama"), np.arange(20), seed=0)
+        trainer = Trainer(target, draft, LossConfig(2), OPTIMIZER)
+        for windows in (WINDOWS, made.windows()):
+            batch = next(windows.in_order(4))
+            losses.append(trainer.sums(trainer.new_state(), batch).mean("loss"))
+    away = {name: float(np.abs(array - found[1][name]).max()) for name, array in found[0].items()}
+    return {"away": away, "losses": losses}
 
 
 def doctor(mesh: str) -> dict[str, Any]:

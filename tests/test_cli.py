@@ -297,7 +297,7 @@ def test_a_prompts_own_sampling_is_never_dropped_in_silence(run, place):
     (place / "own.jsonl").write_text(json.dumps(line))
     args = ("tokenize", "--prompt-file", "own.jsonl", "--target", "target")
     status, _, err = run(*args)
-    said = "'sampling' of mine plays no part: ids alone are printed; --json has both\n"
+    said = "'sampling' of prompt 'mine' plays no part: ids alone are printed; --json has both\n"
     assert (status, err) == (0, said)
     status, out, err = run(*args, "--json")
     assert (status, err) == (0, "")

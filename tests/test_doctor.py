@@ -27,9 +27,10 @@ from jaxspec import (
 )
 from jaxspec.contracts import ContractError
 from jaxspec.convert.problems import CheckpointError
+from jaxspec.convert.rotary import RotaryChoice
 from jaxspec.doctor import diagnose
-from jaxspec.doctor_readings import FAMILIES, Case, readings_of
-from jaxspec.doctor_report import DoctorReport
+from jaxspec.doctor_readings import BASES, FAMILIES, Case, readings_of
+from jaxspec.doctor_report import LEAST, DoctorReport
 from jaxspec.doctor_scores import DoctorConfig, States, read_states
 from jaxspec.doctor_texts import Text, write_on
 from jaxspec.errors import InputError
@@ -234,14 +235,48 @@ def test_finds_a_fault_among_others(diagnosis, plant, families, declared, expect
     assert (report.best and report.best.name) == expected
 
 
+@pytest.fixture(scope="module")
+def long_states(mini) -> States:
+    """Texts of up to 400 tokens, nearly all of the target's own writing, as the command has it
+    written: bases differ by how they turn keys that are far away."""
+    tokenizer = load_tokenizer(SHIPPED_TARGET)
+    golden = json.loads((Path(__file__).parent / "golden" / "prompts.json").read_text())["golden"]
+    prompts = [
+        EncodedPrompt(str(i), tuple(tokenizer.encode(prompt["text"]))[:40])
+        for i, prompt in enumerate(golden[:24])
+    ]
+    texts = write_on(mini, prompts, tokenizer, SamplingConfig(temperature=0.8), 360, len(prompts))
+    return read_states(mini, texts, (2, 3, 5, 6), NUM_TEXTS)
+
+
 @pytest.mark.slow
-def test_finds_a_rotary_base(diagnosis):
-    """That the base is wrong, and which ones it may be: on short texts they differ little."""
-    report = diagnosis(says(rope_theta=100.0), (*QUICK, "rotary", "pairing"))
+@pytest.mark.parametrize("stated", [50000.0, 1000000.0])
+def test_finds_a_rotary_base(mini, long_states, stated):
+    """The draft learned with 10000. Each of the bases that published configs have, in its place, is
+    found out, and told from all others."""
+    choice = RotaryChoice.parse(json.dumps({"rope_theta": stated}))
+    draft = load_draft(SHIPPED_DRAFT, NUMERICS, target=mini, rotary=choice)
+    families = ("token shift", "positions", "rotary", "pairing")
+    chosen = tuple(one for one in FAMILIES if one.name in families)
+    config = DoctorConfig(levels=2, batch_size=NUM_TEXTS)
+    report = diagnose(mini, draft, long_states, config, families=chosen)
+    first, second, *_ = report.readings
+    assert report.best == first and first.name == "rotary base 10000" and report.rivals == ()
+    assert first.gain - second.gain > LEAST
+    assert "--draft-rotary '{\"rope_theta\": 10000}'" in report.finding()
+    assert {f"rotary base {base:g}" for base in BASES} - {f"rotary base {stated:g}"} <= {
+        one.name for one in report.readings
+    }
+
+
+@pytest.mark.slow
+def test_short_texts_do_not_tell_bases_apart(diagnosis):
+    """Of those that fit, all are named."""
+    report = diagnosis(says(rope_theta=100.0), ("rotary", "pairing"))
     assert report.best is not None and report.best.family == "rotary"
-    assert "rotary base 10000" in (report.best.name, *report.rivals)
+    assert "rotary base 10000" in (report.best.name, *report.rivals) and report.rivals
     assert all("rotary" in name for name in report.rivals)
-    assert ("these texts cannot tell" in report.finding()) == bool(report.rivals)
+    assert "these texts cannot tell; longer or more ones may" in report.finding()
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 Runs are on four CPU devices, in a process of their own: `on_four_devices.py`.
 """
 
+import collections
 import functools
 import json
 import subprocess
@@ -10,13 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxspec import cli
 from jaxspec.collectives import over_groups, share, whole_gradient
-from jaxspec.config import LlamaDraftConfig, MeshConfig, Numerics
+from jaxspec.config import MeshConfig, Numerics
 from jaxspec.errors import InputError
 from jaxspec.sharding import specs_of
 from jaxspec.training import LossConfig, Trainer
@@ -67,8 +69,10 @@ def test_a_run():
 @pytest.mark.slow
 def test_features_are_those_of_one_device():
     found = told("features", "2x2")
-    assert found.keys() == {"tokens", "lengths", "loss_mask", "features", "boundary.004"}
-    assert max(found.values()) <= 1e-5, found
+    away, (computed, recorded) = found["away"], found["losses"]
+    assert away.keys() == {"tokens", "lengths", "loss_mask", "features", "boundary.004"}
+    assert max(away.values()) <= 1e-5, away
+    assert recorded == pytest.approx(computed, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -86,19 +90,17 @@ def test_the_doctor_finds_what_it_finds_on_one_device():
 
 
 def test_a_state_lies_as_its_parameters_do(target, draft):
-    """The optimiser's, by the table; every array of it that has a parameter's shape."""
+    """Whatever the optimiser keeps of a parameter is cut as that is; numbers are not."""
     trainer = Trainer(target, draft, LossConfig(1), program.OPTIMIZER)
-    state, mesh = trainer.new_state(), MeshConfig(1, 2)
-    specs = specs_of(state, mesh)
-    inner = specs.optimizer.inner_opt_state
-    moments = [one for one in inner if hasattr(one, "mu")] or [
-        one for part in inner if isinstance(part, tuple) for one in part if hasattr(one, "mu")
-    ]
-    assert len(moments) == 1
-    for of_state in (moments[0].mu, moments[0].nu, specs.optimizer.acc_grads):
-        assert of_state == specs.trained
+    specs, kept = specs_of(trainer.new_state(), MeshConfig(1, 2)), collections.Counter()
+    leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda one: isinstance(one, P))
+    for path, spec in leaves:
+        name = getattr(path[-1], "key", None)
+        kept[name] += 1
+        assert spec == specs.trained.get(name, P())
+    assert all(kept[name] >= 3 for name in specs.trained), "itself, its moments, their sum"
     assert tuple(specs.trained["attention.query"]) == (None, "model", None)
-    assert specs.trained["fc"] == P() == moments[0].count
+    assert specs.trained["fc"] == P()
 
 
 def test_without_a_mesh_nothing_is_exchanged():
@@ -110,9 +112,6 @@ def test_without_a_mesh_nothing_is_exchanged():
 
 
 def test_a_mesh_that_does_not_fit_is_refused(target, draft):
-    assert isinstance(draft.config, LlamaDraftConfig)
-    alone = Trainer(target, draft, LossConfig(1), program.OPTIMIZER)
-    assert alone.new_state().trained
     numerics = Numerics(dtype="float32", mesh=MeshConfig(1, 5))
     on_five = tiny.target_module(
         tiny.target_tensors(tiny.TARGET_CONFIG), tiny.TARGET_CONFIG, numerics
