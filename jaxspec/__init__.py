@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from jaxspec.requests import Completion, Request
     from jaxspec.run_comparison import compare_runs
     from jaxspec.scoring import score_gsm8k
+    from jaxspec.sweep import SweepConfig
+    from jaxspec.sweep import sweep as sweep_trees
+    from jaxspec.sweep_report import SweepReport
     from jaxspec.text import SamplingConfig, generate, stream, tokenize
     from jaxspec.tokenizer import Tokenizer, load_tokenizer
     from jaxspec.training_data import Windows, read_samples
@@ -66,6 +69,8 @@ __all__ = [
     "Request",
     "RotaryChoice",
     "SamplingConfig",
+    "SweepConfig",
+    "SweepReport",
     "Text",
     "Tokenizer",
     "TrainConfig",
@@ -90,6 +95,7 @@ __all__ = [
     "record_features",
     "score_gsm8k",
     "stream",
+    "sweep_trees",
     "tokenize",
     "train_draft",
 ]
@@ -122,6 +128,8 @@ _MODULES = {
     "requests": ("Completion", "Request"),
     "run_comparison": ("compare_runs",),
     "scoring": ("score_gsm8k",),
+    "sweep": ("SweepConfig", "sweep_trees"),
+    "sweep_report": ("SweepReport",),
     "text": ("SamplingConfig", "generate", "stream", "tokenize"),
     "tokenizer": ("Tokenizer", "load_tokenizer"),
     "training_data": ("Windows", "read_samples"),
@@ -133,6 +141,7 @@ _OWN_NAMES = {
     "identify_features": "identify",
     "inspect_checkpoint": "inspect",
     "plan_devices": "plan",
+    "sweep_trees": "sweep",
     "train_draft": "train",
 }
 """Of what has another name here, because a module has its own."""

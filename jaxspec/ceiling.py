@@ -39,7 +39,7 @@ from jaxspec.target import Target
 from jaxspec.tree import Tree, build_from_levels
 from jaxspec.verify import accept
 
-__all__ = ["Ceiling", "TextCeiling", "accept_ceiling"]
+__all__ = ["CHUNK", "Ceiling", "TextCeiling", "Texts", "accept_ceiling", "texts_in"]
 
 CHUNK = 128
 """Tokens per pass over the text: one compilation for every length."""
@@ -151,7 +151,7 @@ def accept_ceiling(
     measure = _measurer(target, draft, tree, capture, batch_size, slots)
     done: list[TextCeiling] = []
     for some in itertools.batched(pairs, batch_size):
-        seen, accepted_BS, num_steps_B = measure(_texts(some, batch_size, slots))
+        seen, accepted_BS, num_steps_B = measure(texts_in(some, batch_size, slots))
         for b, (request, tokens) in enumerate(some):
             # The roots: every emitted token that another one follows.
             roots = slice(
@@ -174,7 +174,7 @@ def accept_ceiling(
 
 def _measurer(
     target: Target, draft: Draft | None, tree: TreeConfig, capture: Any, batch: int, slots: int
-) -> Callable[["_Texts"], Any]:
+) -> Callable[["Texts"], Any]:
     """What gives, on the host, what may follow each position of some texts, and `_walk` of them."""
     graph, params = nnx.split((target, draft))
 
@@ -182,10 +182,10 @@ def _measurer(
         drafts = None if draft is None else draft.empty_cache(batch, slots)
         return target.empty_cache(batch, slots), drafts
 
-    def read(params: Any, caches: Any, texts: _Texts) -> tuple[Latents, _Seen]:
+    def read(params: Any, caches: Any, texts: Texts) -> tuple[Latents, _Seen]:
         return _read(*nnx.merge(graph, params), caches, texts, tree, capture)
 
-    def walk(params: Any, cache: Latents, seen: _Seen, texts: _Texts) -> Any:
+    def walk(params: Any, cache: Latents, seen: _Seen, texts: Texts) -> Any:
         target, _ = nnx.merge(graph, params)
         return seen, *_walk(target, cache, seen, texts, tree)
 
@@ -195,7 +195,7 @@ def _measurer(
     if devices is None:
         first, then = jax.jit(read), jax.jit(walk)
 
-        def on_one(texts: _Texts) -> Any:
+        def on_one(texts: Texts) -> Any:
             return jax.device_get(then(params, *first(params, empty_caches(), texts), texts))
 
         return on_one
@@ -206,7 +206,7 @@ def _measurer(
     first = jax.jit(devices.spread(read, (of_params, of_caches, rows), read_out))
     then = jax.jit(devices.spread(walk, (of_params, *read_out, rows), rows))
 
-    def on_devices(texts: _Texts) -> Any:
+    def on_devices(texts: Texts) -> Any:
         given = jax.tree.map(lambda array: devices.put_as(array, rows), texts)
         return devices.fetch(then(params, *first(params, new_caches(), given), given))
 
@@ -219,7 +219,7 @@ def _measurer(
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
-class _Texts:
+class Texts:
     """Prompts with what follows: [B,S] ids, `prompt_len` [B] and `text_len` [B] of them."""
 
     tokens: Any
@@ -249,7 +249,7 @@ class _Seen:
     guess_agrees: Any
 
 
-def _texts(pairs: Sequence[tuple[Request, Sequence[int]]], batch_size: int, slots: int) -> _Texts:
+def texts_in(pairs: Sequence[tuple[Request, Sequence[int]]], batch_size: int, slots: int) -> Texts:
     """The texts of a batch; places without one are empty."""
     tokens = np.zeros((batch_size, slots), np.int32)
     prompt_len, text_len = np.zeros(batch_size, np.int32), np.zeros(batch_size, np.int32)
@@ -258,14 +258,14 @@ def _texts(pairs: Sequence[tuple[Request, Sequence[int]]], batch_size: int, slot
         tokens[b, : len(whole)] = whole
         prompt_len[b], text_len[b] = len(request.prompt_ids), len(whole)
     sampling = sampling_of({b: request for b, (request, _) in enumerate(pairs)}, batch_size)
-    return _Texts(tokens, prompt_len, text_len, sampling)
+    return Texts(tokens, prompt_len, text_len, sampling)
 
 
 def _read(
     target: Target,
     draft: Draft | None,
     caches: tuple[Latents, Any],
-    texts: _Texts,
+    texts: Texts,
     tree: TreeConfig,
     capture: Any,
 ) -> tuple[Latents, _Seen]:
@@ -318,7 +318,7 @@ def _read(
 
 
 def _walk(
-    target: Target, cache: Latents, seen: _Seen, texts: _Texts, shape: TreeConfig
+    target: Target, cache: Latents, seen: _Seen, texts: Texts, shape: TreeConfig
 ) -> tuple[Int[Array, "B S"], Int[Array, "B"]]:
     """The accepted tokens of each step, and the number of steps, of every text."""
     batch, slots = texts.tokens.shape
@@ -353,7 +353,7 @@ def _grow(
     target: Target,
     cache: Latents,
     seen: _Seen,
-    texts: _Texts,
+    texts: Texts,
     pos_B: Int[Array, "B"],
     is_running_B: Bool[Array, "B"],
     shape: TreeConfig,

@@ -20,6 +20,7 @@ from jaxspec.cli_plan import plan
 from jaxspec.cli_record import record
 from jaxspec.cli_score import score
 from jaxspec.cli_start import join, mesh_of, tree_of
+from jaxspec.cli_sweep import sweep
 from jaxspec.cli_train import train_draft
 from jaxspec.errors import InputError
 from jaxspec.flags import (
@@ -257,7 +258,7 @@ def tokenize(
         print(json.dumps([list(prompt.ids) for prompt in report.prompts]))
 
 
-for command in (record, convert, inspect, plan, export, compare, score, doctor, train_draft):
+for command in (record, convert, inspect, plan, export, compare, score, doctor, train_draft, sweep):
     app.command()(command)
 
 

@@ -1,6 +1,7 @@
 """What `jaxspec doctor` does once its flags are read; `cli_doctor.py` reads them."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxspec.commands import ModelFlags, PromptFlags, load, tokenizer_of, unread_settings
@@ -13,10 +14,11 @@ from jaxspec.doctor_texts import Text, read_observed, write_on
 from jaxspec.environment import SHIPPED_PROMPTS
 from jaxspec.errors import InputError
 from jaxspec.prompts import EncodedPrompt
+from jaxspec.target import Target
 from jaxspec.text import SamplingConfig
 from jaxspec.tokenizer import Tokenizer
 
-__all__ = ["DoctorFlags", "run_doctor"]
+__all__ = ["DoctorFlags", "check_texts", "prompts_within", "run_doctor"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +60,9 @@ def run_doctor(flags: DoctorFlags, display: Display) -> DoctorReport:
             f"--max-new-tokens {flags.max_new_tokens}"
         )
     if flags.observed is None:
-        prompts, tokenizer, num_cut = _prompts(flags)
-        texts = [Text(prompt.id, prompt.ids, len(prompt.ids)) for prompt in prompts]
-        if num_cut:
-            display.say(f"{num_cut} prompts are longer than --context-length allows, and cut")
+        room = flags.context_length - flags.max_new_tokens
+        prompts, tokenizer = prompts_within(models, flags.prompts, room, display)
+        texts = [Text.of(prompt) for prompt in prompts]
         if flags.max_new_tokens:
             sampling.check(prompts, has_text=tokenizer is not None)
         elif said := unread_settings(prompts):
@@ -83,18 +84,7 @@ def run_doctor(flags: DoctorFlags, display: Display) -> DoctorReport:
         )
     if (claim := models.claim(target)) is not None:
         claim.require(draft.config.boundaries, "doctor")
-    for text in texts:
-        outside = [i for i in text.ids if not 0 <= i < target.config.vocab_size]
-        if outside:
-            raise InputError(
-                f"prompt {text.id!r}: token id {outside[0]} is not in a vocabulary of "
-                f"{target.config.vocab_size}"
-            )
-        if len(text.ids) > target.config.max_position_embeddings:
-            raise InputError(
-                f"prompt {text.id!r}: {len(text.ids)} tokens; the target was made for "
-                f"{target.config.max_position_embeddings}"
-            )
+    check_texts(texts, target)
     if flags.observed is None and flags.max_new_tokens:
         with display.waiting("the target writes"):
             texts = write_on(
@@ -107,18 +97,39 @@ def run_doctor(flags: DoctorFlags, display: Display) -> DoctorReport:
     return report
 
 
-def _prompts(flags: DoctorFlags) -> tuple[list[EncodedPrompt], Tokenizer | None, int]:
-    """The prompts cut to the room that there is, who made ids of them, and how many were cut."""
-    asked = flags.prompts
-    if asked.text is None and asked.prompt_file is None and asked.tokens is None:
-        if flags.models.target is not None:
+def check_texts(texts: Sequence[Text], target: Target) -> None:
+    """Raises InputError for texts that the target cannot read."""
+    for text in texts:
+        outside = [i for i in text.ids if not 0 <= i < target.config.vocab_size]
+        if outside:
             raise InputError(
-                "no prompt: give one of PROMPT, --prompt-file, --tokens and --observed; those that "
-                "ship are for the target that ships"
+                f"prompt {text.id!r}: token id {outside[0]} is not in a vocabulary of "
+                f"{target.config.vocab_size}"
+            )
+        if len(text.ids) > target.config.max_position_embeddings:
+            raise InputError(
+                f"prompt {text.id!r}: {len(text.ids)} tokens; the target was made for "
+                f"{target.config.max_position_embeddings}"
+            )
+
+
+def prompts_within(
+    models: ModelFlags, asked: PromptFlags, room: int, display: Display
+) -> tuple[list[EncodedPrompt], Tokenizer | None]:
+    """The prompts, cut to the room that there is, and who made ids of them; none at all are those
+    that ship.
+
+    Raises:
+      InputError: no prompt for another target than the shipped one, or one cannot be used.
+    """
+    if asked.text is None and asked.prompt_file is None and asked.tokens is None:
+        if models.target is not None:
+            raise InputError(
+                "no prompt: give one of PROMPT, --prompt-file and --tokens; those that ship are "
+                "for the target that ships"
             )
         asked = dataclasses.replace(asked, prompt_file=SHIPPED_PROMPTS)
-    room = flags.context_length - flags.max_new_tokens
-    tokenizer = tokenizer_of(flags.models, asked)
+    tokenizer = tokenizer_of(models, asked)
     prompts = asked.read(tokenizer)
     for prompt in prompts:
         if len(prompt.ids) < 2:
@@ -126,5 +137,7 @@ def _prompts(flags: DoctorFlags) -> tuple[list[EncodedPrompt], Tokenizer | None,
                 f"{prompt.where}: a single token, of which a draft can tell nothing; give longer "
                 "prompts"
             )
-    cut = [dataclasses.replace(prompt, ids=prompt.ids[:room]) for prompt in prompts]
-    return cut, tokenizer, sum(len(prompt.ids) > room for prompt in prompts)
+    num_cut = sum(len(prompt.ids) > room for prompt in prompts)
+    if num_cut:
+        display.say(f"{num_cut} prompts are longer than --context-length allows, and cut")
+    return [dataclasses.replace(prompt, ids=prompt.ids[:room]) for prompt in prompts], tokenizer

@@ -46,6 +46,11 @@ class Text:
     prompt_len: int
     accepted: tuple[int, ...] | None = None
 
+    @classmethod
+    def of(cls, prompt: EncodedPrompt) -> "Text":
+        """A prompt alone."""
+        return cls(prompt.id, prompt.ids, len(prompt.ids))
+
     @property
     def first_root(self) -> int:
         """The position of the token that the first step starts from: what prefill gave, if steps

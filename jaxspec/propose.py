@@ -17,7 +17,10 @@ from jaxspec.draft import Borrowed, Draft
 from jaxspec.mla import Pass
 from jaxspec.tree import Tree, build_from_levels
 
-__all__ = ["DraftSeed", "propose", "seed_from"]
+__all__ = ["DraftSeed", "Levels", "grow", "propose", "seed_from"]
+
+Levels = tuple[tuple[Any, Any], tuple[Any, Any, Any] | None]
+"""Candidates of the first level, and of the further ones: see `tree.build_from_levels`."""
 
 
 @functools.partial(
@@ -75,13 +78,28 @@ def propose(
     Args:
       root_B: the last token sampled, at position `length_B`.
       length_B: committed rows of the draft's cache; the last of them holds the root token.
+    """
+    levels = grow(draft, seed, length_B, cache, target, shape.levels, shape.branches)
+    return build_from_levels(root_B, *levels, nodes=shape.nodes)
+
+
+@typed
+def grow(
+    draft: Draft,
+    seed: DraftSeed,
+    length_B: Int[Array, "B"],
+    cache: DraftCache,
+    target: Borrowed,
+    levels: int,
+    branches: int,
+) -> Levels:
+    """The candidates of every level, of which `build_from_levels` makes a tree.
 
     Each level feeds its k beams through `recur`, and every beam's k best continuations become
     candidates; the k best of those are the next level's beams. A beam sees the committed rows, its
     own chain and itself. Path scores are sums of log-probabilities in f32.
     """
-    k, levels = shape.branches, shape.levels
-    batch = root_B.shape[0]
+    k, batch = branches, length_B.shape[0]
     num_scratch = (levels - 1) * k
     first = seed.log_probs[:, :k], seed.tokens[:, :k]
     scratch = jax.tree.map(
@@ -140,4 +158,4 @@ def propose(
     deeper = None
     if levels > 1:
         _, deeper = lax.scan(level, (scratch, beams), jnp.arange(1, levels, dtype=jnp.int32))
-    return build_from_levels(root_B, first, deeper, nodes=shape.nodes)
+    return first, deeper

@@ -10,29 +10,33 @@ from jaxspec.errors import InputError
 from jaxspec.report import PromptReport
 from jaxspec.requests import Completion
 
-__all__ = ["FORMAT", "RunFile", "entry_of"]
+__all__ = ["FORMAT", "LinesFile", "RunFile", "entry_of"]
 
 FORMAT = "jaxspec-run-1"
 
 
-class RunFile:
-    """A file that a run is appended to, and that an interrupted run goes on with.
+class LinesFile:
+    """JSON lines that a run is appended to, and that an interrupted run goes on with.
 
-    Nothing is written before the first request is done.
+    Nothing is written before the first entry, and the first line says whose entries they are.
+
+    Attributes:
+      unit: what a line is of.
     """
 
-    def __init__(self, path: Path, header: dict[str, Any]) -> None:
+    unit = "part"
+
+    def __init__(self, path: Path, kind: str, header: dict[str, Any]) -> None:
         """Of a new file, or of one that this very run began and whose last line may be cut off.
 
         Args:
-          header: engine, version, flags, target_hash, draft_hash and machine: what must be equal
-            for two parts of a file to be one run.
+          kind: the format's name.
+          header: what must be equal for two parts of a file to be one run.
 
         Raises:
-          InputError: the file is no run file, or of another run, or has no place to be.
+          InputError: the file is not of this kind, or of another run, or has no place to be.
         """
-        self._path, self._header = path, {"format": FORMAT, **header}
-        self._done: dict[str, tuple[dict[str, Any], Completion]] = {}
+        self._path, self._kind, self._header = path, kind, {"format": kind, **header}
         self._size = 0
         if not path.parent.is_dir():
             raise InputError(f"{path}: there is no directory {path.parent}")
@@ -46,17 +50,20 @@ class RunFile:
             self._check(first)
             for number, line in enumerate(others, start=2):
                 try:
-                    entry = json.loads(line)
-                    self._done[entry["id"]] = _completion_in(entry)
+                    self._keep(json.loads(line))
                 except (ValueError, TypeError, KeyError) as error:
                     raise InputError(
                         f"{path}, line {number}: damaged ({error!r}); remove the line, and its "
-                        "request is run again"
+                        f"{self.unit} is run again"
                     ) from error
             self._size = len(content) - len(cut_off)
 
+    def _keep(self, entry: Any) -> None:
+        """Takes note of an entry that is in the file now."""
+        raise NotImplementedError
+
     def append(self, entry: dict[str, Any]) -> None:
-        """Writes a request's entry, at once; the first one brings the header with it.
+        """Writes an entry, at once; the first one brings the header with it.
 
         Raises:
           InputError: the file cannot be written.
@@ -70,6 +77,39 @@ class RunFile:
                 self._size += file.write(text.encode())
         except OSError as error:
             raise InputError(f"{self._path}: cannot be written ({error.strerror})") from error
+        self._keep(entry)
+
+    def _check(self, line: str) -> None:
+        header = self._header
+        try:
+            found = json.loads(line)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or found.get("format") != self._kind:
+            raise InputError(f"{self._path}: exists and is no {self._kind} file; name another one")
+        there, here = _flat(found), _flat(header)
+        for key in sorted(here.keys() | there.keys()):
+            if there.get(key) != here.get(key):
+                raise InputError(
+                    f"{self._path}: holds another run, which cannot be gone on with: {key} is "
+                    f"{there.get(key)!r} there and {here.get(key)!r} here; name another file"
+                )
+
+
+class RunFile(LinesFile):
+    """The file of a run of requests.
+
+    Its header: engine, version, flags, target_hash, draft_hash and machine.
+    """
+
+    unit = "request"
+
+    def __init__(self, path: Path, header: dict[str, Any]) -> None:
+        """See `LinesFile`; raises InputError likewise."""
+        self._done: dict[str, tuple[dict[str, Any], Completion]] = {}
+        super().__init__(path, FORMAT, header)
+
+    def _keep(self, entry: dict[str, Any]) -> None:
         self._done[entry["id"]] = _completion_in(entry)
 
     def completion(
@@ -93,22 +133,6 @@ class RunFile:
                     "now; name another file"
                 )
         return completion
-
-    def _check(self, line: str) -> None:
-        header = self._header
-        try:
-            found = json.loads(line)
-        except ValueError:
-            found = None
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
-            raise InputError(f"{self._path}: exists and is no {FORMAT} file; name another one")
-        there, here = _flat(found), _flat(header)
-        for key in sorted(here.keys() | there.keys()):
-            if there.get(key) != here.get(key):
-                raise InputError(
-                    f"{self._path}: holds another run, which cannot be gone on with: {key} is "
-                    f"{there.get(key)!r} there and {here.get(key)!r} here; name another file"
-                )
 
 
 def _flat(header: dict[str, Any]) -> dict[str, Any]:

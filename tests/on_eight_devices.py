@@ -31,6 +31,7 @@ from jaxspec.recording import record
 from jaxspec.requests import Request
 from jaxspec.sharding import Devices
 from jaxspec.target import Target
+from jaxspec.walk import Walker
 from tests import draft_kinds, make_checkpoint, tiny
 from tests.reference.target import ReferenceTarget
 
@@ -167,6 +168,20 @@ def ceilings(reference: ReferenceTarget, tokens: list[tuple[int, ...]]) -> dict[
     return told
 
 
+def walks(reference: ReferenceTarget, tokens: list[tuple[int, ...]]) -> dict[str, Any]:
+    """What trees accept from each root of the same texts, and how prompts surprise the target."""
+    texts = [(r.prompt_ids, ids) for r, ids in zip(requests()[:5], tokens, strict=False)]
+    trees, told = (TREE, TreeConfig(2, 2, 4)), {}
+    for name, mesh in (("alone", None), ("mesh", MeshConfig(2, 4, "slots"))):
+        walker = Walker(*models(reference, mesh), 45, 14, batch_size=3)
+        found = walker.accepted(texts, trees)
+        told[name] = {
+            "accepted": [[of.tolist() for of in found[tree]] for tree in trees],
+            "surprise": walker.surprise([prompt for prompt, _ in texts[1:]]),
+        }
+    return told
+
+
 def main() -> None:
     # Read when the first array is made. Unoptimised, programs that run for moments compile in half
     # the time.
@@ -188,6 +203,7 @@ def main() -> None:
     if "ceiling" in asked:
         asked.remove("ceiling")
         told["ceiling"] = ceilings(reference, alone["tokens"])
+        told["walks"] = walks(reference, alone["tokens"])
     for text, cache in asked:
         found, also_said = facts(*make(MeshConfig.parse(text, cache)))
         assert also_said.keys() == said.keys()

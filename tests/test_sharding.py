@@ -169,6 +169,14 @@ def test_a_ceiling_is_that_of_one_device():
         np.testing.assert_allclose(got["draft"], want["draft"], rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
+def test_a_walk_is_that_of_one_device():
+    walks = told(("ceiling", *MORE))["walks"]
+    assert walks["mesh"]["accepted"] == walks["alone"]["accepted"]
+    assert sum(sum(of_text) for of_text in walks["alone"]["accepted"][0]) > 0
+    np.testing.assert_allclose(walks["mesh"]["surprise"], walks["alone"]["surprise"], rtol=1e-4)
+
+
 def test_full_size_is_cut_by_eight():
     """Kimi-K2.5 and a draft on 1x8: what is replicated adds at most 3 % to an eighth."""
     mesh = MeshConfig(1, 8)
