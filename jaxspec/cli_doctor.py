@@ -66,6 +66,13 @@ def doctor(
         int, typer.Option(help="Drafted tokens per step; of --observed, what its flags say.")
     ] = 3,
     top: Annotated[int, typer.Option(help="Guesses that count for top-k agreement.")] = 4,
+    tree: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LEVELSxBRANCHESxNODES",
+            help="Also say what this tree accepts, and at best. Default: the chain alone.",
+        ),
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Texts at a time.")] = 8,
     dtype: DtypeFlag = None,
     mesh: MeshFlag = None,
@@ -79,6 +86,7 @@ def doctor(
     or --observed finds the engine at fault.
     """
     from jaxspec.commands import PromptFlags
+    from jaxspec.config import TreeConfig
     from jaxspec.console import Display, wide_console
     from jaxspec.doctor_run import DoctorFlags, run_doctor
     from jaxspec.doctor_scores import DoctorConfig
@@ -86,7 +94,7 @@ def doctor(
     from jaxspec.environment import start_jax
     from jaxspec.picture import check_picture
 
-    astray = given(context, "max_new_tokens", "context_length", "temperature", "levels")
+    astray = given(context, "max_new_tokens", "context_length", "temperature", "levels", "tree")
     if observed is not None and astray:
         raise InputError(f"{', '.join(astray)}: --observed brings its own texts, and its levels")
     start_jax(compile_cache)
@@ -96,7 +104,7 @@ def doctor(
     flags = DoctorFlags(
         models_of(target, drafted, dtype, None, mesh_of(mesh, None)),
         PromptFlags(prompt, prompt_file, tokens, chat, thinking),
-        DoctorConfig(levels, top, batch_size),
+        DoctorConfig(levels, top, batch_size, None if tree is None else TreeConfig.parse(tree)),
         observed,
         max_new_tokens,
         temperature,

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.aliases import Progress
 from jaxspec.cache import joined
+from jaxspec.config import TreeConfig
 from jaxspec.contracts import Features, TargetIds
 from jaxspec.dims import typed
 from jaxspec.doctor_readings import Case
@@ -49,16 +50,20 @@ class DoctorConfig:
       levels: drafted tokens per step of the chain.
       top: how many guesses count for top-k agreement.
       batch_size: texts at a time.
+      tree: whose accept_length and ceiling are wanted beside the chain's; None for none.
     """
 
     levels: int = 3
     top: int = 4
     batch_size: int = 8
+    tree: TreeConfig | None = None
 
     def check(self) -> None:
         """Raises InputError where nothing can be measured so."""
         if self.levels < 1 or self.top < 1 or self.batch_size < 1:
             raise InputError("levels, top and batch_size start at 1")
+        if self.tree is not None:
+            self.tree.check()
 
 
 @dataclasses.dataclass(frozen=True)
