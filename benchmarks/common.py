@@ -56,12 +56,14 @@ def seconds(program: Callable[..., Any], *args: Any) -> float:
     return time.perf_counter() - started
 
 
-def in_turn(programs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, np.ndarray]:
-    """What each program returned in each round, [rounds]: a time, or a speed.
+def in_turn(
+    programs: Mapping[str, Callable[[], float | tuple[float, ...]]], rounds: int
+) -> dict[str, np.ndarray]:
+    """What each program returned in each round, [rounds] or [rounds, figures]: times, or speeds.
 
     Every round runs all programs once, in their order. A first round warms up and is not counted.
     """
-    figures: dict[str, list[float]] = {name: [] for name in programs}
+    figures: dict[str, list[float | tuple[float, ...]]] = {name: [] for name in programs}
     for index in range(rounds + 1):
         for name, program in programs.items():
             figure = program()

@@ -22,7 +22,7 @@ from typing import Any
 from jaxspec.aliases import Progress
 from jaxspec.convert.hashes import Hashes
 from jaxspec.convert.manifest import FORMAT, MANIFEST, PARTIAL, Manifest, read_manifest, write_whole
-from jaxspec.convert.plan import Piece, Rule, build_piece
+from jaxspec.convert.plan import Piece, Reader, Rule, build_piece
 from jaxspec.convert.prepare import Prepared
 from jaxspec.convert.problems import CheckpointError, Problems
 from jaxspec.convert.source import Source
@@ -109,15 +109,17 @@ def _fill(
     work = _Work(source, rules, kept, progress)
     _check_room(manifest, partial)
     problems = Problems(str(source.directory))
+    reader = prepared.reader(problems)
     with (
         Hashes(_in_order(source, rules), partial / HASHES) as hashes,
         writing_to(partial / "params") as write,
-        contextlib.closing(_one_ahead(_pieces(prepared, problems, hashes, kept))) as pieces,
+        contextlib.closing(_one_ahead(_pieces(prepared, reader, hashes, kept))) as pieces,
     ):
         hashes.recheck()
         for piece in pieces:
             if not problems.found:
                 write(piece)
+            reader.give_back(piece)
             work.done(piece.name)
             del piece  # before the one after the next is built
         if not problems.found:
@@ -164,15 +166,15 @@ class _Work:
             self._progress("converting", self.done_bytes, self.total_bytes)
 
 
-def _pieces(
-    prepared: Prepared, problems: Problems, hashes: Hashes, kept: set[str]
-) -> Iterator[Piece]:
+def _pieces(prepared: Prepared, reader: Reader, hashes: Hashes, kept: set[str]) -> Iterator[Piece]:
     """The pieces that are not kept, each built when the files it comes from are hashed."""
-    reader = prepared.reader(problems)
-    for name, rules in prepared.rules_by_piece().items():
-        if name not in kept:
-            hashes.wait_for(_files_read(prepared.source, rules))
-            yield build_piece(rules, reader)
+    source, rules = prepared.source, prepared.rules_by_piece()
+    wanted = {name: _tensors_read(rules[name]) for name in rules if name not in kept}
+    last = {tensor: name for name, tensors in wanted.items() for tensor in tensors}
+    for name, tensors in wanted.items():
+        hashes.wait_for(_files_of(source, tensors))
+        yield build_piece(rules[name], reader)
+        source.uncache(tensor for tensor in tensors if last[tensor] == name)
 
 
 def _one_ahead[Item](items: Iterator[Item]) -> Generator[Item, None, None]:
@@ -185,15 +187,19 @@ def _one_ahead[Item](items: Iterator[Item]) -> Generator[Item, None, None]:
             del item
 
 
-def _files_read(source: Source, rules: Iterable[Rule]) -> dict[str, None]:
-    """Names of the files that hold what these rules want, in order, once each."""
-    wants = itertools.chain.from_iterable(rule.wants for rule in rules)
-    return dict.fromkeys(source.tensors[name].file for want in wants for name in want.names)
+def _tensors_read(rules: Iterable[Rule]) -> dict[str, None]:
+    """Names of the tensors that these rules read, once each."""
+    return dict.fromkeys(itertools.chain.from_iterable(rule.names for rule in rules))
+
+
+def _files_of(source: Source, tensors: Iterable[str]) -> dict[str, None]:
+    """Names of the files that hold these tensors, in order, once each."""
+    return dict.fromkeys(source.tensors[name].file for name in tensors)
 
 
 def _in_order(source: Source, rules: dict[str, list[Rule]]) -> list[Path]:
     """Every file once: the small ones, then shards as they are needed, then what no rule reads."""
-    read = _files_read(source, itertools.chain.from_iterable(rules.values()))
+    read = _files_of(source, _tensors_read(itertools.chain.from_iterable(rules.values())))
     all_files = {path.name: path for path in files_of(source)}
     small = [name for name in all_files if name not in source.files]
     return [all_files[name] for name in dict.fromkeys((*small, *read, *all_files))]

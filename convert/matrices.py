@@ -1,6 +1,7 @@
 """Matrices as checkpoints store them: plain, float8 in blocks, int4 in groups; and many as one."""
 
 import collections
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,11 +12,12 @@ from jaxspec.convert import transforms
 from jaxspec.convert.configs import Quantization
 from jaxspec.convert.plan import Part, Reader, Rule, Want, cut
 from jaxspec.convert.source import DTYPES, Source
+from jaxspec.kernels.expert_matmul.packing import BLOCK, GROUP, padded
 
 __all__ = ["Matrices", "experts_rules"]
 
-NUM_READERS = 8
-"""Experts read and repacked at once: numpy and file reads run beside each other."""
+NUM_READERS = min(8, os.cpu_count() or 1)
+"""Experts read and repacked at once: what takes long of it runs beside Python."""
 
 
 class Matrices:
@@ -83,44 +85,55 @@ def _experts_rule(
     slots = [(expert, kind) for expert in experts for kind in shape_of]
     tensor = {slot: f"{name}{slot[0]}.{slot[1]}_proj" for slot in slots}
     is_packed = quantization.kind == "int4"
+    wants: dict[tuple[int, str], tuple[Want, ...]]
     if is_packed:
         wants = {slot: matrices.packed(tensor[slot], *shape_of[slot[1]]) for slot in slots}
     else:
         wants = {slot: (matrices.plain(tensor[slot], *shape_of[slot[1]]),) for slot in slots}
     # One array holds them all; from bf16 to f32 nothing is lost.
     is_f32 = any(matrices.dtype_of(tensor[slot]) == "F32" for slot in slots)
-    plain_dtype = DTYPES["F32" if is_f32 else "BF16"]
 
-    def arrays_of(reader: Reader, slot: tuple[int, str]) -> tuple[np.ndarray, ...]:
+    def empty(reader: Reader, kind: str, *lead: int) -> list[np.ndarray]:
+        out, in_features = shape_of[kind]
+        if c.num_bits is None:
+            return [reader.empty((*lead, out, in_features), DTYPES["F32" if is_f32 else "BF16"])]
+        width = padded(in_features)
+        return [
+            reader.empty((*lead, out, width // 8), DTYPES["I32"]),
+            reader.empty((*lead, width // BLOCK, BLOCK // GROUP, out), DTYPES["BF16"]),
+        ]
+
+    def fill(reader: Reader, slot: tuple[int, str], arrays: list[np.ndarray]) -> None:
         if not is_packed:
             weight = reader.read(wants[slot][0])
-            if c.num_bits is None:
-                return (weight.astype(plain_dtype),)
-            return transforms.quantize_int4(weight)
-        words, scale, shape = (reader.read(want) for want in wants[slot])
-        if tuple(shape.tolist()) != shape_of[slot[1]]:
-            reader.report(
-                f"tensor {tensor[slot]}.weight_shape says {shape.tolist()}; expected "
-                f"{list(shape_of[slot[1]])}"
-            )
-        scales = transforms.repack_scales(scale, quantization.group_size)
-        return transforms.repack_words(words), scales
+            built = (weight,) if c.num_bits is None else transforms.quantize_int4(weight)
+        else:
+            of_words, of_scale, of_shape = wants[slot]
+            is_whole = arrays[0].shape == of_words.shape  # of whole blocks: nothing is padded
+            words = reader.read(of_words, into=arrays[0] if is_whole else None)
+            scale, shape = reader.read(of_scale), reader.read(of_shape)
+            if tuple(shape.tolist()) != shape_of[slot[1]]:
+                reader.report(
+                    f"tensor {tensor[slot]}.weight_shape says {shape.tolist()}; expected "
+                    f"{list(shape_of[slot[1]])}"
+                )
+            scales = transforms.repack_scales(scale, quantization.group_size)
+            built = transforms.repack_words(words), scales
+        for array, values in zip(arrays, built, strict=True):
+            array[...] = values
 
     def build(reader: Reader) -> tuple[np.ndarray, ...]:
-        first = {kind: arrays_of(reader, (experts.start, kind)) for kind in shape_of}
-        gate_up = [_empty(len(experts), 2, like=array) for array in first["gate"]]
-        down = [_empty(len(experts), like=array) for array in first["down"]]
-        views = {"gate": [s[:, 0] for s in gate_up], "up": [s[:, 1] for s in gate_up], "down": down}
+        gate_up = empty(reader, "gate", len(experts), 2)
+        down = empty(reader, "down", len(experts))
+        views = {"gate": [a[:, 0] for a in gate_up], "up": [a[:, 1] for a in gate_up], "down": down}
 
-        def fill(slot: tuple[int, str]) -> None:
+        def fill_slot(slot: tuple[int, str]) -> None:
             expert, kind = slot
-            arrays = first[kind] if expert == experts.start else arrays_of(reader, slot)
-            for view, array in zip(views[kind], arrays, strict=True):
-                view[expert - experts.start] = array
+            fill(reader, slot, [view[expert - experts.start] for view in views[kind]])
 
         with ThreadPoolExecutor(NUM_READERS) as pool:
             # Drawn to the end, so that an error in a thread is raised here.
-            collections.deque(pool.map(fill, slots), maxlen=0)
+            collections.deque(pool.map(fill_slot, slots), maxlen=0)
         return (*gate_up, *down)
 
     def restore(*leaves: np.ndarray) -> dict[str, np.ndarray]:
@@ -145,7 +158,3 @@ def _experts_rule(
     leaves = tuple(f"experts.{kind}{suffix}" for kind in ("gate_up", "down") for suffix in suffixes)
     every_want = tuple(want for slot in slots for want in wants[slot])
     return Rule(piece, layer, leaves, every_want, build, restore, part)
-
-
-def _empty(*lead: int, like: np.ndarray) -> np.ndarray:
-    return np.empty((*lead, *like.shape), like.dtype)

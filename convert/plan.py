@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import math
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 import ml_dtypes
@@ -66,6 +67,10 @@ PIECE_BYTES = 512 * 1024**2
 one matrix, so that neither writing nor loading takes memory in proportion to a layer."""
 
 
+ALIGNMENT = 64
+"""Bytes: arrays that begin at a multiple of it XLA reads where they are, others it copies."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """Some of a leaf's rows along one axis, which is counted without the layer axis."""
@@ -117,12 +122,14 @@ class Rule:
     restore: Callable[..., dict[str, np.ndarray]]
     part: Part | None = None
 
+    @property
+    def names(self) -> Iterator[str]:
+        """The tensors it reads."""
+        return itertools.chain.from_iterable(want.names for want in self.wants)
+
     def source_bytes(self, source: Source) -> int:
         """Bytes of what it reads."""
-        total = 0
-        for name in (name for want in self.wants for name in want.names):
-            dtype, shape = DTYPES[source.tensors[name].dtype], source.tensors[name].shape
-            total += math.prod(shape) * dtype.itemsize
+        total = sum(source.tensors[name].num_bytes for name in self.names)
         # A part of a vocabulary reads some rows of one matrix; that of a layer whole experts.
         if self.part is not None and len(self.wants) == 1:
             total = total * self.part.count // self.wants[0].shape[0]
@@ -211,10 +218,40 @@ class Reader:
 
     def __init__(self, source: Source, problems: Problems, fp8_block: tuple[int, int]) -> None:
         self._source, self._problems, self._fp8_block = source, problems, fp8_block
+        self._lent = weakref.WeakValueDictionary[int, np.ndarray]()
+        self._free: list[np.ndarray] = []
 
-    def read(self, want: Want, rows: range | None = None) -> np.ndarray:
-        """The tensor, or some rows of it; bf16 of float8 with scales, f32 of f16."""
-        array = self._finite(want, rows)
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """An array to build in, values undefined; one that was given back, if there is one.
+
+        The first touch of fresh memory can take longer than all that is done in it.
+        """
+        fits = (i for i, a in enumerate(self._free) if (a.shape, a.dtype) == (shape, dtype))
+        if (index := next(fits, None)) is not None:
+            array = self._free.pop(index)
+        else:
+            num_bytes = math.prod(shape) * dtype.itemsize
+            raw = np.empty(num_bytes + ALIGNMENT, np.uint8)
+            start = -raw.ctypes.data % ALIGNMENT
+            array = raw[start : start + num_bytes].view(dtype).reshape(shape)
+        self._lent[id(array)] = array
+        return array
+
+    def give_back(self, piece: Piece) -> None:
+        """Takes the arrays that were lent for a piece that is needed no more."""
+        for leaf in piece.leaves.values():
+            if (array := self._lent.pop(id(leaf), None)) is not None:
+                self._free.append(array)
+
+    def read(
+        self, want: Want, rows: range | None = None, into: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The tensor, or some rows of it; bf16 of float8 with scales, f32 of f16.
+
+        Args:
+          into: an array of its shape and element type that may be used for it.
+        """
+        array = self._finite(want, rows, into)
         if array.dtype == DTYPES[HALF]:
             array = array.astype(np.float32)
         if want.fp8_scale is None:
@@ -227,8 +264,10 @@ class Reader:
         """Notes something wrong with the values of a tensor."""
         self._problems.add(problem)
 
-    def _finite(self, want: Want, rows: range | None = None) -> np.ndarray:
-        array = self._source.read(want.name, rows)
+    def _finite(
+        self, want: Want, rows: range | None = None, into: np.ndarray | None = None
+    ) -> np.ndarray:
+        array = self._source.read(want.name, rows, into)
         if not _holds_non_finite(array):
             return array
         is_bad = ~np.isfinite(array)

@@ -244,7 +244,7 @@ def _fingerprint(function: dict[str, Any], rules: list[Rule], source: Source) ->
     seen: set[str] = set()
     for rule in rules:
         whole = rule.piece.partition(".")[0]  # however it was cut
-        for name in (name for want in rule.wants for name in want.names):
+        for name in rule.names:
             tensor = source.tensors[name]
             if _LATER_EXPERT.search(name) or name in seen:
                 continue

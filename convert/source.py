@@ -1,15 +1,19 @@
 """A Hugging Face directory, read lazily: headers first, then one tensor at a time."""
 
 import dataclasses
+import errno
+import itertools
 import json
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from jaxspec.convert.page_cache import uncache
 from jaxspec.convert.problems import Problems
 from jaxspec.convert.torch_file import read_torch_file
 
@@ -43,6 +47,10 @@ class TensorInfo:
     dtype: str
     shape: tuple[int, ...]
     offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 class Source:
@@ -94,15 +102,43 @@ class Source:
             self._compare_with(index, problems)
         problems.raise_any()
 
-    def read(self, name: str, rows: range | None = None) -> np.ndarray:
-        """The tensor, or some of its rows, in the file's own element type."""
+    def read(
+        self, name: str, rows: range | None = None, into: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The tensor, or some of its rows, in the file's own element type.
+
+        Args:
+          into: what it is read into, contiguous; None is a new array.
+
+        Raises:
+          OSError: the file cannot be read, or has become shorter.
+        """
         info = self.tensors[name]
         dtype, path = DTYPES[info.dtype], self.directory / info.file
         shape, offset = info.shape, info.offset
         if rows is not None:
             shape = (len(rows), *info.shape[1:])
             offset += rows.start * math.prod(info.shape[1:]) * dtype.itemsize
-        return np.fromfile(path, dtype, count=math.prod(shape), offset=offset).reshape(shape)
+        array = np.empty(shape, dtype) if into is None else into
+        assert (array.shape, array.dtype) == (shape, dtype), f"{name} is {dtype} {shape}"
+        with path.open("rb") as stream:
+            stream.seek(offset)
+            if stream.readinto(array.reshape(-1).view(np.uint8)) != array.nbytes:
+                raise OSError(errno.EIO, "ends before its last tensor", str(path))
+        return array
+
+    def uncache(self, names: Iterable[str]) -> None:
+        """Gives back the memory in which the system keeps these tensors' bytes."""
+        tensors = [self.tensors[name] for name in names]
+        tensors.sort(key=lambda one: (one.file, one.offset))
+        for file, group in itertools.groupby(tensors, key=lambda one: one.file):
+            # What lies side by side goes at once: a page that two tensors share can only go whole.
+            runs: list[list[int]] = []
+            for one in group:
+                if not runs or runs[-1][1] != one.offset:
+                    runs.append([one.offset, one.offset])
+                runs[-1][1] += one.num_bytes
+            uncache(self.directory / file, runs)
 
     @property
     def index_file(self) -> str:

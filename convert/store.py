@@ -23,6 +23,7 @@ from flax import traverse_util
 
 from jaxspec.config import MeshConfig
 from jaxspec.convert.manifest import write_whole
+from jaxspec.convert.page_cache import uncache
 from jaxspec.convert.plan import Piece
 from jaxspec.convert.stored import RECORD, is_written, sizes_of
 from jaxspec.sharding import spec_of
@@ -30,6 +31,8 @@ from jaxspec.sharding import spec_of
 __all__ = ["remove_unfinished", "writing_to"]
 
 ROOM_FOR_METADATA = 2**18
+FILE_BYTES = 2**26
+"""Size at which the store begins another file. It has one in memory until it writes it."""
 NUM_CHUNKS = 16
 """Chunks of a leaf, along the axis that a mesh cuts. A chunk is read as a whole: processes that
 share a mesh's axis evenly, up to 16 of them, read nothing that they do not need."""
@@ -80,9 +83,13 @@ def writing_to(directory: Path) -> Iterator[Callable[[Piece], None]]:
             tree = traverse_util.unflatten_dict(piece.leaves, sep=".")
             path = directory.absolute() / piece.name
             _check_room(path, sum(leaf.nbytes for leaf in piece.leaves.values()))
+            args = ocp.args.PyTreeSave(tree, ocdbt_target_data_file_size=FILE_BYTES)
             with _as_os_error(path):
-                checkpointer.save(path, tree)
-            write_whole(path / RECORD, sizes_of(path))
+                checkpointer.save(path, args)
+            sizes = sizes_of(path)
+            for file in sizes:
+                uncache(path / file)
+            write_whole(path / RECORD, sizes)
 
         yield write
 

@@ -2,7 +2,8 @@
 
 The format, since torch 1.6: a zip archive, its members stored and not compressed.
 
-    NAME/data.pkl     a pickle of a dict: name -> _rebuild_tensor_v2(storage, offset, size, stride)
+    NAME/data.pkl     a pickle of a dict: name -> _rebuild_tensor_v2(storage, offset, size, stride),
+                      or a list of those
     NAME/data/KEY     the bytes of a storage, to which the pickle points by (type, KEY, size)
     NAME/byteorder    "little", where it is there
 
@@ -16,6 +17,7 @@ import io
 import math
 import pickle
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,7 +127,7 @@ def read_torch_file(path: Path, problems: Problems) -> dict[str, Stored]:
         problems.add(f"{file}: holds a {type(content).__name__}; expected tensors by name")
         return {}
     found = {}
-    for name, tensor in dict.items(content):  # a pickle may set attributes, as of this name
+    for name, tensor in _flat(content):
         problem = _why_not(name, tensor, members)
         if problem is not None:
             problems.add(f"{file}: {name!r} {problem}")
@@ -134,6 +136,15 @@ def read_torch_file(path: Path, problems: Problems) -> dict[str, Stored]:
         start = _start_of(path, member) + tensor.first * ITEM_BYTES[tensor.storage.dtype]
         found[name] = Stored(tensor.storage.dtype, tensor.shape, start)
     return found
+
+
+def _flat(content: dict) -> Iterator[tuple[Any, Any]]:
+    """The entries of a dict, and those of the lists in it, by name and place: `states.0`."""
+    for name, value in dict.items(content):  # a pickle may set attributes, as of this name
+        if type(value) is list:
+            yield from ((f"{name}.{index}", one) for index, one in enumerate(value))
+        else:
+            yield name, value
 
 
 def _why_not(name: Any, tensor: Any, members: dict[str, zipfile.ZipInfo]) -> str | None:

@@ -1,5 +1,10 @@
-"""What is done to a tensor on its way in: numpy on the host, vectorised, nothing per element."""
+"""What is done to a tensor on its way in: on the host, vectorised, nothing per element."""
 
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -23,18 +28,19 @@ __all__ = [
 
 NIBBLES = 8  # of a 32-bit word
 ZERO_WORD = 0x88888888  # eight times q = 0, stored as q + 8
-TRANSPOSED_ROWS = 32
-REPACKED_BLOCKS = 2048
-"""Blocks of 256 weights that are repacked at a time: 256 KiB, which stays in a core's cache."""
+TRANSPOSED = 2**14
+"""Elements that are transposed at a time, but 16 rows at least: whole cache lines are written."""
 
 
 def transpose(weight: np.ndarray) -> np.ndarray:
     """[in, out] of torch's [out, in]."""
     out = np.empty(weight.shape[::-1], weight.dtype)
-    # Some rows at a time: written to memory in whole cache lines, 2.7 times as fast as at once.
-    for row in range(0, len(weight), TRANSPOSED_ROWS):
-        rows = slice(row, row + TRANSPOSED_ROWS)
-        out[:, rows] = weight[rows].T
+    # As plain bits, which numpy moves faster, and some rows at a time: four times as fast.
+    out_bits, bits = (array.view(f"u{weight.itemsize}") for array in (out, weight))
+    num_rows = max(16, TRANSPOSED // weight.shape[1])
+    for row in range(0, len(weight), num_rows):
+        rows = slice(row, row + num_rows)
+        out_bits[:, rows] = bits[rows].T
     return out
 
 
@@ -106,58 +112,46 @@ def repack_words(words: np.ndarray) -> np.ndarray:
     """The kernel's int32 words [out, padded in / 8] of compressed-tensors' [out, in / 8].
 
     There, nibble b of word w is element 8 w + b. Here, in each block of 256, nibble i of word c is
-    element 32 i + c: word w = 4 i + c // 8 and nibble c % 8 of the other. So of a block's words
-    [8, 4], each column of 8 words is a square of 8 x 8 nibbles, which is transposed.
+    element 32 i + c: nibble c % 8 of word 4 i + c // 8 there.
     """
     out, num_words = words.shape
     words = words.view(np.uint32)
     if missing := padded(num_words * NIBBLES) // NIBBLES - num_words:
         words = np.pad(words, [(0, 0), (0, missing)], constant_values=ZERO_WORD)
-    blocks_N84 = np.ascontiguousarray(words).reshape(-1, NIBBLES, 4)
-    packed_N48 = np.empty((len(blocks_N84), 4, NIBBLES), np.uint32)
-    for first in range(0, len(blocks_N84), REPACKED_BLOCKS):
-        part = slice(first, first + REPACKED_BLOCKS)
-        # Four words are one item of 16 bytes: numpy moves those five times as fast.
-        rows_N8 = blocks_N84[part].reshape(-1, NIBBLES * 4).view(np.complex128)
-        squares_8M = np.ascontiguousarray(rows_N8.T).view(np.uint32)
-        _transpose_nibbles(squares_8M)
-        packed_N48[part] = squares_8M.reshape(NIBBLES, -1, 4).transpose(1, 2, 0)
+    packed_N48 = _on_host(_pack_blocks, words.reshape(-1, NIBBLES, 4))
     return packed_N48.reshape(out, -1).view(np.int32)
 
 
 def unpack_words(words: np.ndarray, in_features: int) -> np.ndarray:
-    """compressed-tensors' words [out, in / 8] of the kernel's, which `repack_words` made.
-
-    A block's words go from 4 x 8 back to 8 x 4, and the squares of nibbles are transposed back.
-    """
-    out = words.shape[0]
-    blocks_N48 = words.view(np.uint32).reshape(-1, 4, NIBBLES)
-    unpacked_N84 = np.empty((len(blocks_N48), NIBBLES, 4), np.uint32)
-    for first in range(0, len(blocks_N48), REPACKED_BLOCKS):
-        part = slice(first, first + REPACKED_BLOCKS)
-        squares_8M = np.ascontiguousarray(blocks_N48[part].transpose(2, 0, 1)).reshape(NIBBLES, -1)
-        _transpose_nibbles(squares_8M)
-        unpacked_N84[part] = squares_8M.reshape(NIBBLES, -1, 4).transpose(1, 0, 2)
-    unpadded = unpacked_N84.reshape(out, -1)[:, : in_features // NIBBLES]
+    """compressed-tensors' words [out, in / 8] of the kernel's, which `repack_words` made."""
+    unpacked_N84 = _on_host(_unpack_blocks, words.view(np.uint32).reshape(-1, 4, NIBBLES))
+    unpadded = unpacked_N84.reshape(len(words), -1)[:, : in_features // NIBBLES]
     return np.ascontiguousarray(unpadded).view(np.int32)
 
 
-def _transpose_nibbles(squares_8M: np.ndarray) -> None:
-    """Transposes squares of 8 words of 8 nibbles in place, M of them side by side.
+@jax.jit
+def _pack_blocks(words_N84: jax.Array) -> jax.Array:
+    """Word (q, c) is made of nibble c of the words (i, q). One pass: six times numpy's speed."""
+    shift_118 = 4 * jnp.arange(NIBBLES, dtype=jnp.uint32)[None, None]
+    nibbles = ((words_N84[:, i, :, None] >> shift_118 & 15) << 4 * i for i in range(NIBBLES))
+    return functools.reduce(jnp.bitwise_or, nibbles)
 
-    By halves: the upper right quarter changes places with the lower left one, and then the same is
-    done within each quarter. The masks come after the shifts, and the words are unsigned: no sign
-    bit is smeared.
-    """
-    for distance, mask in ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F)):
-        halves = squares_8M.reshape(NIBBLES // (2 * distance), 2, distance, -1)
-        upper, lower, shift = halves[:, 0], halves[:, 1], np.uint32(4 * distance)
-        differing = upper >> shift
-        differing ^= lower
-        differing &= np.uint32(mask)
-        lower ^= differing
-        differing <<= shift
-        upper ^= differing
+
+@jax.jit
+def _unpack_blocks(words_N48: jax.Array) -> jax.Array:
+    """The way back: word (i, q) is made of nibble i of the words (q, c)."""
+    shift_181 = 4 * jnp.arange(NIBBLES, dtype=jnp.uint32)[None, :, None]
+    nibbles = ((words_N48[:, None, :, c] >> shift_181 & 15) << 4 * c for c in range(NIBBLES))
+    return functools.reduce(jnp.bitwise_or, nibbles)
+
+
+def _on_host(program: Callable[[jax.Array], jax.Array], array: np.ndarray) -> np.ndarray:
+    """What a compiled program makes of an array: on the CPU, whichever devices there are."""
+    try:
+        host = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS leaves it out
+        host = None
+    return np.asarray(program(jax.device_put(array, host)))
 
 
 def repack_scales(scale: np.ndarray, group_size: int) -> np.ndarray:
@@ -165,11 +159,12 @@ def repack_scales(scale: np.ndarray, group_size: int) -> np.ndarray:
 
     A larger group's scale is repeated for each group of 32 in it, which changes no weight.
     """
-    scale = np.repeat(scale, group_size // GROUP, axis=1)
+    if group_size != GROUP:
+        scale = np.repeat(scale, group_size // GROUP, axis=1)
     out, num_groups = scale.shape
-    missing = padded(num_groups * GROUP) // GROUP - num_groups
-    scale = np.pad(scale, [(0, 0), (0, missing)])
-    return np.ascontiguousarray(scale.T).reshape(-1, BLOCK // GROUP, out)
+    packed = np.zeros((padded(num_groups * GROUP) // GROUP, out), scale.dtype)
+    packed[:num_groups] = transpose(scale)
+    return packed.reshape(-1, BLOCK // GROUP, out)
 
 
 def unpack_scales(scale: np.ndarray, in_features: int) -> np.ndarray:

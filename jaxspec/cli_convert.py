@@ -94,14 +94,15 @@ def inspect(
 ) -> None:
     """The contract of a checkpoint: every claim, and where it was read.
 
-    Of a safetensors file with tokens and features, or the first shard of what record --features
-    wrote: which boundary of --target each chunk really is; exit status 1 if that is not what the
-    file claims.
+    Of a safetensors file with tokens and features, the first shard of what record --features wrote,
+    or SpecForge's or speculators' feature files: which boundary of --target each chunk really is;
+    exit status 1 if that is not what the file claims.
     """
+    from jaxspec.feature_files import FeatureFiles
     from jaxspec.features import first_shard
 
     path = str(first_shard(Path(path)) or path)
-    if path.endswith(".safetensors"):
+    if path.endswith(".safetensors") or FeatureFiles.find(Path(path)) is not None:
         _inspect_features(Path(path), target, as_json, compile_cache)
         return
     from jaxspec.checkpoint import locate

@@ -78,7 +78,7 @@ def sweep(
         typer.Option(
             help="Trees that are timed at each batch size, besides five corners of the grid."
         ),
-    ] = 6,
+    ] = 4,
     env: Annotated[
         list[str] | None,
         typer.Option(

@@ -62,7 +62,8 @@ def train_draft(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="What `jaxspec record --features` wrote, in place of --data.",
+            help="What `jaxspec record --features` wrote, in place of --data, or features of "
+            "SpecForge's or speculators' making, which are compared with the target first.",
         ),
     ] = None,
     heldout: Annotated[
@@ -147,7 +148,11 @@ def train_draft(
     source = data or tokens or features
     if source is None or sum(one is not None for one in (data, tokens, features)) > 1:
         raise InputError("give one of --data, --tokens and --features")
-    if features is not None and (astray := given(context, "capture", "heldout", "length")):
+    from jaxspec.feature_files import FeatureFiles
+
+    files = None if features is None else FeatureFiles.find(features)
+    own = ("heldout", "length") if files is not None else ("capture", "heldout", "length")
+    if features is not None and (astray := given(context, *own)):
         raise InputError(
             f"{', '.join(astray)}: --features bring their own boundaries and windows, of which the "
             "last are held out"
@@ -167,6 +172,7 @@ def train_draft(
     from jaxspec.features import FeaturesDirectory
     from jaxspec.fresh_draft import DraftShape
     from jaxspec.optimizer import OptimizerConfig
+    from jaxspec.other_features import claim_features
     from jaxspec.tokenizer import load_tokenizer
     from jaxspec.training import LossConfig
     from jaxspec.training_acceptance import AcceptanceConfig
@@ -190,11 +196,14 @@ def train_draft(
         vocab_size=draft_vocab_size,
         sizes=_sizes(draft_config),
     )
-    of_fresh = given(context, "attention", "capture", "draft_vocab_size", "draft_config")
+    of_fresh = given(context, "attention", "draft_vocab_size", "draft_config")
+    of_fresh += given(context, "capture") if files is None else []
     if draft is not None and of_fresh:
         raise InputError(f"{', '.join(of_fresh)}: a fresh draft's, and --draft is not one")
     directory = locate(target or SHIPPED_TARGET)
-    stored = None if features is None else FeaturesDirectory.open(features)
+    stored = None
+    if features is not None and files is None:
+        stored = FeaturesDirectory.open(features)
     dtype = dtype_of(dtype)
     if stored is not None and stored.dtype != dtype:
         raise InputError(f"{features}: recorded in {stored.dtype}; give --dtype {stored.dtype}")
@@ -210,8 +219,18 @@ def train_draft(
             samples = read_samples(path, tokenizer, model.config, tokens is not None)
             return Windows.of(samples, length, vocab_size)
 
-        if stored is not None:
+        if files is not None:
+            stated = ids_of("--capture", capture)
+            stored, found = claim_features(files, model, stated, dtype, display.progress)
+            display.say(found.summary())
+            if not files.has_masks:
+                display.say("  nothing says which tokens are the assistant's: all are learned")
+            learned = stored.windows(vocab_size)
+            if stored.length > most:
+                raise InputError(f"{features}: {stored.length} tokens in a sample, of {most}")
+        elif stored is not None:
             learned = stored.windows()
+        if stored is not None:
             of_stored = {"capture": stored.boundaries.ids, "capture_from": "--features"}
             shape = dataclasses.replace(shape, **of_stored)
         else:

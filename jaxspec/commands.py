@@ -409,7 +409,7 @@ def run_identify(path: Path, models: ModelFlags, display: Display) -> FeaturesRe
     Raises:
       InputError: the file or the target cannot be used.
     """
-    if not path.is_file():
+    if not path.exists():
         raise InputError(f"{path}: no such file")
     target, _ = load(models, display)
     return identify(path, target, display.progress)

@@ -70,6 +70,11 @@ class FeaturesDirectory:
         return found
 
     @property
+    def is_normed(self) -> bool:
+        """Whether the last states are those after the final norm."""
+        return False
+
+    @property
     def shards(self) -> list[Path]:
         return [_shard(self.path, i) for i in range(-(-self.num_windows // self.per_shard))]
 

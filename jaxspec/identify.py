@@ -2,13 +2,15 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import jax.numpy as jnp
 import numpy as np
 import safetensors
 
 from jaxspec.aliases import Progress
 from jaxspec.errors import InputError
+from jaxspec.feature_files import FeatureFiles, FeatureSample
 from jaxspec.record_file import claimed_boundaries
 from jaxspec.recording import RecordConfig, record
 from jaxspec.target import Target
@@ -19,6 +21,9 @@ NEAR = 0.1
 """Relative distance below which a chunk may be that boundary."""
 CLEARLY = 0.5
 """It is, if no other boundary comes nearer than the distance divided by this."""
+SOME_FILES, SOME_TOKENS = 4, 128
+"""Of another project's files, so many samples are looked at, and the first tokens of each: no state
+depends on later ones."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +59,15 @@ class FeaturesReport:
 
     Attributes:
       claimed: the boundaries in its metadata; None where it states none.
+      last: where the last states that another project keeps beside the features lie: before the
+        final norm or after it; None of other files.
     """
 
     path: Path
     target: str
     chunks: tuple[Chunk, ...]
     claimed: tuple[int, ...] | None
+    last: Literal["before", "after", "neither"] | None = None
 
     @property
     def found(self) -> tuple[int | None, ...]:
@@ -68,7 +76,8 @@ class FeaturesReport:
     @property
     def holds(self) -> bool:
         """Whether every chunk is a boundary, and the one that is claimed."""
-        return None not in self.found and self.claimed in (None, self.found)
+        is_told = None not in self.found and self.last != "neither"
+        return is_told and self.claimed in (None, self.found)
 
     def to_dict(self) -> dict[str, Any]:
         """The `--json` object."""
@@ -78,6 +87,7 @@ class FeaturesReport:
             "claimed": self.claimed and list(self.claimed),
             "found": list(self.found),
             "holds": self.holds,
+            "last": self.last,
             "chunks": [
                 {
                     "boundary": chunk.boundary,
@@ -99,6 +109,9 @@ class FeaturesReport:
                 f"  chunk {index} {is_it}: {chunk.distance:.2g} from boundary {chunk.nearest}, "
                 f"{chunk.next_distance:.2g} from {chunk.next_nearest}"
             )
+        if self.last is not None:
+            where = {"before": "before the final norm", "after": "after the final norm"}
+            lines.append(f"  the last states are {where.get(self.last, 'none of this target')}")
         claimed = "the file claims no boundaries"
         if self.claimed is not None:
             claimed = f"the file claims {self.claimed}"
@@ -107,7 +120,8 @@ class FeaturesReport:
 
 
 def identify(path: Path, target: Target, progress: Progress | None = None) -> FeaturesReport:
-    """The report of a safetensors file with `tokens` and `features`, and maybe `lengths`.
+    """The report of a safetensors file with `tokens` and `features`, and maybe `lengths`, or of
+    another project's feature files.
 
     The tokens go through the target, and each chunk of the features is compared with every
     boundary, position by position.
@@ -115,13 +129,15 @@ def identify(path: Path, target: Target, progress: Progress | None = None) -> Fe
     Raises:
       InputError: the file has no such arrays, or they are not of this target.
     """
-    tokens, lengths, features, claimed = _read(path)
-    width = target.config.hidden_size
+    files = FeatureFiles.find(path)
+    given = _read(path) if files is None else _read_files(files)
+    tokens, features, width = given.tokens, given.features, target.config.hidden_size
     if features.ndim != 3 or features.shape[:2] != tokens.shape or features.shape[2] % width:
         raise InputError(
             f"{path}: features are {list(features.shape)} and tokens {list(tokens.shape)}; "
             f"expected [B, T, a multiple of {width}, the target's hidden_size] and [B, T]"
         )
+    lengths = given.lengths
     sequences = [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]
     vocab_size = target.config.vocab_size
     if tokens.min() < 0 or tokens.max() >= vocab_size:
@@ -137,7 +153,22 @@ def identify(path: Path, target: Target, progress: Progress | None = None) -> Fe
         distances = [_distance(chunk, boundary) for boundary in boundaries]
         first, second = np.argsort(distances)[:2].tolist()
         chunks.append(Chunk(first, distances[first], second, distances[second]))
-    return FeaturesReport(path, target.identity, tuple(chunks), claimed)
+    last = None
+    if given.last is not None:
+        last = _where(given.last[is_real].astype(np.float32), boundaries[-1], target)
+    return FeaturesReport(path, target.identity, tuple(chunks), given.claimed, last)
+
+
+def _where(
+    last_MD: np.ndarray, boundary_MD: np.ndarray, target: Target
+) -> Literal["before", "after", "neither"]:
+    """Whether last states are the target's before its final norm, or after it."""
+    given_MD = jnp.asarray(boundary_MD, target.numerics.jnp_dtype)[None]
+    normed_MD = np.asarray(target.norm(given_MD)[0], np.float32)
+    before, after = _distance(last_MD, boundary_MD), _distance(last_MD, normed_MD)
+    if min(before, after) >= NEAR:
+        return "neither"
+    return "before" if before < after else "after"
 
 
 def _distance(chunk: np.ndarray, boundary: np.ndarray) -> float:
@@ -146,8 +177,49 @@ def _distance(chunk: np.ndarray, boundary: np.ndarray) -> float:
     return float(np.median(away / np.maximum(size, np.finfo(np.float32).tiny)))
 
 
-def _read(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ...] | None]:
-    """Tokens, lengths, features and the boundaries that the file claims."""
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """What a file holds: tokens [B,T], lengths [B], features [B,T,K*D], last states [B,T,D]."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    features: np.ndarray
+    claimed: tuple[int, ...] | None
+    last: np.ndarray | None = None
+
+
+def _read_files(files: FeatureFiles) -> _Given:
+    """Some of another project's samples, spread over all."""
+    count = min(len(files.files), SOME_FILES)
+    rows = np.linspace(0, len(files.files) - 1, count).astype(int).tolist()
+    samples = [files.read(row) for row in rows]
+    tokens = [sample.tokens[:SOME_TOKENS] for sample in samples]
+    longest = max(map(len, tokens))
+
+    def padded(arrays: list[np.ndarray]) -> np.ndarray:
+        cut = [array[:SOME_TOKENS] for array in arrays]
+        widths = {array.shape[1:] for array in cut}
+        if len(widths) > 1:
+            raise InputError(f"{files.path}: states of different widths, {sorted(widths)}")
+        return np.stack([np.pad(a, [(0, longest - len(a))] + [(0, 0)] * (a.ndim - 1)) for a in cut])
+
+    return _Given(
+        padded(tokens),
+        np.array([len(ids) for ids in tokens], np.int32),
+        padded([_states(sample, "features") for sample in samples]),
+        files.claim,
+        padded([_states(sample, "last") for sample in samples]),
+    )
+
+
+def _states(sample: FeatureSample, name: Literal["features", "last"]) -> np.ndarray:
+    states = getattr(sample, name)
+    assert states is not None, "read with its states"
+    return states
+
+
+def _read(path: Path) -> _Given:
+    """The arrays of a file, and the boundaries that it claims."""
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
             metadata, names = file.metadata() or {}, set(file.keys())
@@ -165,4 +237,4 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ..
         raise InputError(f"{path}: not a safetensors file ({error})") from error
     if lengths is None:
         lengths = np.full(tokens.shape[0], tokens.shape[1], np.int32)
-    return tokens, lengths, features, claimed_boundaries(path, metadata)
+    return _Given(tokens, lengths, features, claimed_boundaries(path, metadata))

@@ -31,6 +31,8 @@ NEAR_TIE = 1e-4
 UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Largest relative error of rounding to a dtype."""
 ROUNDINGS_PER_LAYER = 8
+LOG_PROBABILITIES = "log-probabilities"
+"""A record's metadata say under `logits` that `logits.top` are these: what engines give."""
 SMALLEST = 1e-30
 """In place of the norm of a row of zeros, which another must meet exactly."""
 
@@ -311,8 +313,10 @@ def _on_common_ids(
 ) -> tuple[list[np.ndarray], LogitsComparison]:
     """Of each row's best logits, those whose ids all records have, zero elsewhere.
 
-    A row without such an id is a's alone: as far from b as can be.
+    A row without such an id is a's alone: as far from b as can be. Where a side holds
+    log-probabilities, logits less a number that is the row's own, rows are taken less their mean.
     """
+    is_shifted = any(r.metadata.get("logits") == LOG_PROBABILITIES for r in records)
     ids = [record.rows("logits.top_ids", is_row_BT) for record in records]
     common: list[np.ndarray] = [np.zeros_like(given[0]) for _ in records]
     for m in range(len(given[0])):
@@ -321,7 +325,8 @@ def _on_common_ids(
             shared = shared[np.isin(shared, other[m])]
         for values, found, row in zip(given, ids, common, strict=True):
             of_id = dict(zip(found[m].tolist(), values[m].tolist(), strict=True))
-            row[m, : len(shared)] = [of_id[i] for i in shared.tolist()]
+            kept = np.array([of_id[i] for i in shared.tolist()], np.float32)
+            row[m, : len(shared)] = kept - kept.mean() if is_shifted and len(kept) else kept
         if not len(shared):
             common[0][m] = given[0][m]
     best_a, best_b = (

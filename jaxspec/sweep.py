@@ -95,7 +95,7 @@ class SweepConfig:
     max_new_tokens: int = 96
     temperature: float = 0.0
     rounds: int = 6
-    num_timed: int = 6
+    num_timed: int = 4
 
     def check(self) -> None:
         """Raises InputError for what cannot be measured."""

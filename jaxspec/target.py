@@ -87,12 +87,13 @@ class Ends(nnx.Module):
 
     @full_f32
     @typed
-    def logits(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Logits of the next token, f32, from the last boundary."""
+    def logits(
+        self, hidden_BTD: Float[Array, "B T D"], *, is_normed: bool = False
+    ) -> Float[Array, "B T V"]:
+        """Logits of the next token, f32, from the last boundary, or from what its norm gave."""
         with jax.named_scope("head"):
-            logits = jnp.matmul(
-                self.norm(hidden_BTD), self.head[...], preferred_element_type=jnp.float32
-            )
+            normed_BTD = hidden_BTD if is_normed else self.norm(hidden_BTD)
+            logits = jnp.matmul(normed_BTD, self.head[...], preferred_element_type=jnp.float32)
             return all_logits(logits, self.numerics.mesh)
 
     def on_one_device(self) -> "Ends":

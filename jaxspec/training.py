@@ -68,7 +68,7 @@ class LossConfig:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["tokens", "lengths", "is_learned", "features", "hidden"],
-    meta_fields=[],
+    meta_fields=["is_normed"],
 )
 @dataclasses.dataclass(frozen=True)
 class Batch:
@@ -80,6 +80,7 @@ class Batch:
       is_learned: [B,T] whether what the target says after this token is learned.
       features, hidden: the boundaries that the draft reads, and the last one [B,T,D], before the
         final norm; None where the target is to compute them.
+      is_normed: `hidden` lies after the final norm.
     """
 
     tokens: Any
@@ -87,6 +88,7 @@ class Batch:
     is_learned: Any
     features: Features | None = None
     hidden: Any = None
+    is_normed: bool = False
 
 
 @functools.partial(
@@ -344,7 +346,7 @@ class Trainer:
             Borrowed.of(target),
             features,
             batch.tokens,
-            target.logits(hidden_BTD),
+            target.logits(hidden_BTD, is_normed=batch.is_normed),
             batch.is_learned & is_real_BT,
             self.loss,
         )

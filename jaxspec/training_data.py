@@ -33,6 +33,9 @@ JSON_LINES = (".jsonl", ".ndjson", ".json")
 class Recorded(Protocol):
     """Features of windows, kept somewhere; see `features.FeaturesDirectory`."""
 
+    @property
+    def is_normed(self) -> bool: ...
+
     def read(self, rows: np.ndarray) -> tuple[Features, np.ndarray]: ...
 
 
@@ -118,10 +121,11 @@ class Windows:
 
     def batch(self, rows: np.ndarray) -> Batch:
         """Some of them as a batch."""
-        features, hidden = None, None
-        if self.recorded is not None and self.rows is not None:
-            features, hidden = self.recorded.read(self.rows[rows])
-        return Batch(self.tokens[rows], self.lengths[rows], self.is_learned[rows], features, hidden)
+        given = self.tokens[rows], self.lengths[rows], self.is_learned[rows]
+        if self.recorded is None or self.rows is None:
+            return Batch(*given)
+        features, hidden = self.recorded.read(self.rows[rows])
+        return Batch(*given, features, hidden, self.recorded.is_normed)
 
     def rows_of(self, index: int, batch_size: int, seed: int) -> np.ndarray:
         """The windows of one batch of a run: each once, in another order each time around."""

@@ -46,10 +46,18 @@ def torch_file(folder: Path, out: Path) -> object:
     return reference.save_torch(folder / "arrays.safetensors", out)
 
 
+def features(project: str, index: int) -> Callable[[Path, Path], object]:
+    """How a sample of features is made, as that project saves it."""
+    from tests import feature_samples
+
+    return lambda folder, out: feature_samples.save(project, index, out)
+
+
 GOLDENS: dict[str, Callable[[Path, Path], object]] = {
     "tiny-kimi": target("tiny-kimi"),
     "tiny-kimi-bfloat16": target("tiny-kimi", "--expert-product", "bfloat16"),
     "tiny-deepseek": target("tiny-deepseek"),
+    "tiny-k2": target("tiny-k2"),
     "tiny-draft": draft("tiny-draft", "tiny-kimi"),
     "tiny-draft-normed": draft("tiny-draft-normed", "tiny-kimi"),
     "tiny-specforge": draft("tiny-specforge", "tiny-kimi"),
@@ -57,8 +65,13 @@ GOLDENS: dict[str, Callable[[Path, Path], object]] = {
     "mini-target": target("mini-target"),
     "mini-draft": draft("mini-draft", "mini-target"),
     "mini-greedy": greedy,
-    "torch-file": torch_file,
+    "torch-file.bin": torch_file,
+    "specforge-0.ckpt": features("specforge", 0),
+    "specforge-1.ckpt": features("specforge", 1),
+    "speculators-0.pt": features("speculators", 0),
+    "speculators-1.pt": features("speculators", 1),
 }
+"""By name; the files are safetensors where the name has no ending."""
 
 
 def main(names: list[str]) -> None:
@@ -66,8 +79,7 @@ def main(names: list[str]) -> None:
         raise SystemExit(f"no golden file is named {sorted(unknown)}; known: {', '.join(GOLDENS)}")
     for name in names or GOLDENS:
         with tempfile.TemporaryDirectory() as folder:
-            kind = "bin" if name == "torch-file" else "safetensors"
-            out = Path(folder) / f"{name}.{kind}"
+            out = Path(folder) / (name if "." in name else f"{name}.safetensors")
             GOLDENS[name](Path(folder), out)
             kept = reference.GOLDEN / out.name
             kept.write_bytes(out.read_bytes())

@@ -23,6 +23,7 @@ import founding_story  # noqa: E402
 import gpu  # noqa: E402
 import kernel_timing  # noqa: E402
 import node  # noqa: E402
+import published  # noqa: E402
 import registers  # noqa: E402
 import scaling  # noqa: E402
 from kernel_timing import Ceilings, Plan  # noqa: E402
@@ -382,3 +383,15 @@ def test_steps_are_timed_along_each_axis(target, draft, monkeypatch, tmp_path):
         "scaling_measured.png",
         "scaling_predicted.png",
     }
+
+
+def test_published_figures_are_quoted_once():
+    """The page's table is the file's, and every figure has its source."""
+    entries = json.loads(published.RESULTS.read_text("utf-8"))["drafts"]
+    page = (BENCHMARKS / "README.md").read_text("utf-8")
+    assert published.written(page, published.page(entries)) == page
+    for entry in entries:
+        assert entry["source"].startswith("https://") and entry["read"] and entry["figures"]
+        assert all(one["measured"] is None or one["measured"] > 0 for one in entry["figures"])
+        assert {"accept_length", "accept_length_sglang", "accept_rate"} >= {entry["kind"]}
+    assert "3.201" in page and published.command(entries[0]).startswith("jaxspec generate --target")

@@ -390,6 +390,31 @@ def test_two_processes(checkpoints, tokens_alone, mesh):
     assert sorted(json.loads(entry)["output_ids"] for entry in entries) == sorted(tokens_alone)
 
 
+@pytest.mark.slow
+def test_two_processes_go_on_with_a_run_file(checkpoints, tokens_alone):
+    """Only the first has the file: the other hears from it which of the prompts is done."""
+    path, flags = checkpoints / "resumed.jsonl", ("--mesh", "1x2", "--out", "resumed.jsonl")
+
+    def run() -> list[dict[str, Any]]:
+        first, second = generate_together(checkpoints, *of_two(flags, flags), devices=1)
+        assert first.status == second.status == 0, (first.err, second.err)
+        return json.loads(first.out.splitlines()[-1])["prompts"]
+
+    whole = run()
+    header, kept, lost = path.read_text().splitlines(keepends=True)
+    path.write_text(header + kept + lost[:20])  # as a run leaves it that is killed while it writes
+    prompts = run()
+    lines = path.read_text().splitlines(keepends=True)
+    assert lines[:2] == [header, kept]
+    assert json.loads(lines[2])["output_ids"] == json.loads(lost)["output_ids"]
+    assert [prompt["tokens"] for prompt in prompts] == tokens_alone
+    again = [
+        now["decode_ms"] != then["decode_ms"] for now, then in zip(prompts, whole, strict=True)
+    ]
+    ids = [prompt["id"] for prompt in prompts]
+    assert [id for id, is_new in zip(ids, again, strict=True) if is_new] == [json.loads(lost)["id"]]
+
+
 @pytest.mark.parametrize(
     ("first", "second", "said"),
     [

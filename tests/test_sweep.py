@@ -15,8 +15,8 @@ from jaxspec.sweep import SweepConfig, grid, sweep
 from jaxspec.sweep_report import PLAIN, Figure, report_of
 from tests.test_ceiling import sampled_text
 
-TREES = (TreeConfig(1, 1, 2),)
-CONFIG = SweepConfig(TREES, (2,), max_new_tokens=20, temperature=0.7, rounds=2)
+TREE = TreeConfig(2, 3, 6)
+CONFIG = SweepConfig((TREE,), (4,), max_new_tokens=20, temperature=0.7, rounds=2)
 HEADER = {
     "version": "0", "target_hash": "t@1", "draft_hash": "d@2", "machine": "m",
     "flags": {"dtype": "float32", "temperature": 0.0},
@@ -135,8 +135,8 @@ def swept(target, draft, prompts, tmp_path_factory) -> Path:
     """The log of a whole sweep, and its report beside it."""
     path = tmp_path_factory.mktemp("sweep") / "log.jsonl"
     report = sweep(target, draft, prompts, CONFIG, out=path)
-    assert report.holds and list(report.accept_length) == ["1x1x2"]
-    assert report.checks["1x1x2"].difference == 0
+    assert report.holds and list(report.accept_length) == [str(TREE)]
+    assert report.checks[str(TREE)].difference == 0
     path.with_name("report.json").write_text(json.dumps(report.to_dict()))
     return path
 
@@ -148,12 +148,13 @@ def test_its_walk_is_what_was_timed(swept):
     assert [line["what"] for line in lines[1:]] == [
         "texts", "walk", "trees", "round", "round", "whole", "whole",
     ]  # fmt: skip
-    steps = lines[2]["steps"]["1x1x2"]
+    steps = lines[2]["steps"][str(TREE)]
+    assert sum(map(sum, steps)) > 10
     for line in lines[4:6]:
-        cell = line["cells"]["1x1x2"]
+        cell = line["cells"][str(TREE)]
         wanted = [cell["steps"] + sum(steps[text][: cell["steps"]]) for text in line["texts"]]
         assert cell["emitted"] == wanted
-        assert line["cells"]["plain"]["emitted"] == [19, 19] and cell["ms"] > 0
+        assert line["cells"]["plain"]["emitted"] == [19] * 4 and cell["ms"] > 0
 
 
 def test_goes_on(target, draft, prompts, swept, tmp_path, monkeypatch):
@@ -180,7 +181,7 @@ def test_goes_on(target, draft, prompts, swept, tmp_path, monkeypatch):
     monkeypatch.setattr(sweeping._Timer, "_whole", whole)
     sweep(target, draft, prompts, CONFIG, out=path)
     assert path.read_text() == "".join([*lines[:7], path.read_text().splitlines(True)[7]])
-    assert sorted(calls) == ["1x1x2", PLAIN]
+    assert sorted(calls) == [str(TREE), PLAIN]
     calls.clear()
     sweep(target, draft, prompts, CONFIG, out=path)
     assert not calls
@@ -224,7 +225,7 @@ def test_bad_configs(target, draft, prompts, change, message):
 
 def test_more_places_than_texts(target, draft, prompts, swept, tmp_path):
     """A text in two places would share its experts with itself."""
-    content = swept.read_text().replace('"batch_sizes": [2]', '"batch_sizes": [5]')
+    content = swept.read_text().replace('"batch_sizes": [4]', '"batch_sizes": [5]')
     (tmp_path / "log.jsonl").write_text(content)
     config = SweepConfig(**{**vars(CONFIG), "batch_sizes": (5,)})
     with pytest.raises(InputError, match="batch size 5: only 4 texts"):

@@ -1,5 +1,6 @@
 """The walk along a known text against what real runs accept, step by step."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -21,6 +22,14 @@ from jaxspec.walk import Walker, steps_along
 from tests.reference import formulas
 
 NEW = 24
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quickly_compiled():
+    """Programs that run for moments: a third of the time goes with the optimising."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +54,11 @@ def run(target, draft, requests, tree: TreeConfig, slots: int) -> tuple[Completi
     return Generator(target, draft, config).run(requests).completions
 
 
-def compare(target, draft, walker, requests, trees) -> None:
-    """Every step of every tree, along the text that the first one's run gave."""
+@pytest.mark.slow
+def test_finds_every_step_of_real_runs(target, draft, walker, requests):
+    """From one pass: chains, one level, trees that share their candidates; a batch that is not
+    full. `test_sweep` has a slice of it."""
+    trees = [TreeConfig.parse(tree) for tree in ("1x1x2", "3x1x4", "1x3x4", "2x3x4", "3x3x9")]
     runs = {tree: run(target, draft, requests, tree, 48) for tree in trees}
     texts = [
         (request.prompt_ids, done.tokens)
@@ -58,18 +70,6 @@ def compare(target, draft, walker, requests, trees) -> None:
         for done, (_, written), accepted in zip(runs[tree], texts, found[tree], strict=True):
             assert done.tokens == written
             assert steps_along(accepted) == done.accepted
-
-
-def test_finds_every_step_of_a_real_run(target, draft, walker, requests):
-    """With branches, greedy and sampled; a batch that is not full."""
-    compare(target, draft, walker, requests, [TreeConfig(2, 3, 6)])
-
-
-@pytest.mark.slow
-def test_finds_every_step_of_many_trees(target, draft, walker, requests):
-    """From one pass: chains, one level, trees that share their candidates."""
-    trees = ("1x1x2", "3x1x4", "1x3x4", "2x3x4", "3x3x9")
-    compare(target, draft, walker, requests, [TreeConfig.parse(tree) for tree in trees])
 
 
 @pytest.mark.slow

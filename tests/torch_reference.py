@@ -20,8 +20,9 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import jaxspec
+from jaxspec.convert.source import Source as Checkpoint
 from jaxspec.tokenizer import load_tokenizer
-from tests import draft_kinds, tiny
+from tests import draft_kinds, make_checkpoint, tiny
 
 Source = Literal["golden", "live"]
 
@@ -40,6 +41,13 @@ NEAR_TIE = 1e-4
 """A choice with a smaller margin than this may fall differently in another f32 program."""
 
 KIMI_CONFIG = tiny.TARGET_CONFIG
+NOT_PACKED = [
+    "lm_head",
+    "re:.*self_attn.*",
+    "re:.*shared_experts.*",
+    r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+]
+"""What Kimi-K2.5's own config leaves plain."""
 DEEPSEEK_CONFIG = {
     **{name: value for name, value in KIMI_CONFIG.items() if name != "quantization_config"},
     "model_type": "deepseek_v3",
@@ -90,12 +98,11 @@ class Record:
 def identity(directory: Path) -> str:
     """`name@fingerprint` of a checkpoint directory: of its config and every tensor."""
     digest = hashlib.sha256((directory / "config.json").read_bytes())
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, framework="numpy") as file:
-            for name in sorted(file.keys()):
-                tensor = file.get_tensor(name)
-                digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
-                digest.update(tensor.tobytes())
+    source = Checkpoint(directory)  # safetensors' own reader has no fp8 for numpy
+    for name in sorted(source.tensors, key=lambda name: (source.tensors[name].file, name)):
+        tensor = source.read(name)
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+        digest.update(tensor.tobytes())
     return f"{directory.name}@{digest.hexdigest()[:16]}"
 
 
@@ -103,11 +110,19 @@ def target_directory(name: str, folder: Path) -> Path:
     """The directory of a target: the one that ships, or a tiny one written into `folder`.
 
     Args:
-      name: "mini-target"; "tiny-kimi", Kimi-K2.5's wrapper with packed experts; or
-        "tiny-deepseek", flat and plain, with experts in groups and two dense layers.
+      name: "mini-target"; "tiny-kimi", Kimi-K2.5's wrapper with packed experts; "tiny-deepseek",
+        flat and plain, with experts in groups and two dense layers; "tiny-k2", Kimi-K2's, flat in
+        block fp8; or "tiny-packed", packed experts as transformers itself loads them.
     """
     if name == "mini-target":
         return MINI_TARGET
+    if name == "tiny-k2":
+        config = make_checkpoint.target_config("flat", "fp8")
+        return _write(folder / name, config, make_checkpoint.target_tensors(config))
+    if name == "tiny-packed":
+        config = KIMI_CONFIG | {"model_type": "deepseek_v3"}
+        config["quantization_config"] = config["quantization_config"] | {"ignore": NOT_PACKED}
+        return _write(folder / name, config, tiny.target_tensors(KIMI_CONFIG))
     if name == "tiny-deepseek":
         return _write(folder / name, DEEPSEEK_CONFIG, tiny.target_tensors(DEEPSEEK_CONFIG, seed=5))
     wrapper = {
@@ -216,10 +231,16 @@ def make_draft_record(directory: Path, target: Path, out: Path, source: Source) 
     return Record.read(out)
 
 
-def make_greedy_record(directory: Path, prompts: list[list[int]], out: Path) -> Record:
-    """64 tokens that transformers generates greedily after each prompt."""
-    listed = _write_tokens(out, prompts)
-    _run("greedy_target.py", directory, "--tokens", listed, "--max-new-tokens", 64, "--out", out)
+def make_greedy_record(
+    directory: Path, prompts: list[list[int]], out: Path, *options: str
+) -> Record:
+    """64 tokens that transformers generates greedily after each prompt.
+
+    Args:
+      options: of greedy_target.py.
+    """
+    given = ("--tokens", _write_tokens(out, prompts), "--out", out)
+    _run("greedy_target.py", directory, *given, "--max-new-tokens", 64, *options)
     return Record.read(out)
 
 
@@ -233,6 +254,13 @@ def make_draft_step(
     options = ("--inputs", given, "--out", out, "--steps", num_steps, "--decay", decay)
     _run("draft_step.py", directory, *options)
     return Record.read(out).arrays
+
+
+def save_features(project: str, out: Path, arrays: dict[str, np.ndarray], *options: object) -> None:
+    """A sample of features as that project saves it; see save_features.py."""
+    given = out.with_suffix(".safetensors")
+    save_file(arrays, given)
+    _run_python("save_features.py", project, given, out, *options)
 
 
 def save_torch(tensors: Path, out: Path) -> None:
@@ -258,7 +286,11 @@ def _run_python(program: str, *args: object) -> None:
             "environment, made as CONTRIBUTING.md says"
         )
     command = [python, PROGRAMS / program, *args]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    # torch's threads wait for each other in busy loops: on a machine with other work, for minutes.
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, env=environment, check=False
+    )
     if done.returncode:
         raise RuntimeError(f"{program} exited with {done.returncode}:\n{done.stderr}")
 

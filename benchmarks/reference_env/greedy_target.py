@@ -1,9 +1,10 @@
 """Writes what transformers generates greedily from a target, in f32.
 
-    python greedy_target.py DIR --tokens F --out G.safetensors [--max-new-tokens 64]
+    python greedy_target.py DIR --tokens F --out G.safetensors [--max-new-tokens 64] [--batch]
 
 F is a JSON list of lists of ids: the prompts. Each one runs alone through
-`DeepseekV3ForCausalLM.generate`, which does not stop at end-of-sequence. The file holds, for every
+`DeepseekV3ForCausalLM.generate`, or, with --batch, beside those of the same length, so that nothing
+is padded; it does not stop at end-of-sequence. The file holds, for every
 generated token [B, N]: `tokens` int32; `logit_margin`, the gap between its logit and the next best
 one; and `router_margin`, how near the nearest expert choice (see record_target.py) was in the call
 that gave it: the whole prompt's for the first token, one token's for the others. Another f32
@@ -26,9 +27,9 @@ from transformers import DeepseekV3ForCausalLM, GenerationConfig
 
 @torch.no_grad()
 def greedy(
-    model: DeepseekV3ForCausalLM, tap: Tap, prompt: list[int], num_tokens: int
+    model: DeepseekV3ForCausalLM, tap: Tap, prompts: list[list[int]], num_tokens: int
 ) -> dict[str, torch.Tensor]:
-    """Arrays [N] of one prompt."""
+    """Arrays [B, N] of prompts of one length."""
     tap.clear()
     how = GenerationConfig(
         do_sample=False,
@@ -38,14 +39,17 @@ def greedy(
         output_logits=True,
         return_dict_in_generate=True,
     )
-    ids = torch.tensor([prompt])
+    ids = torch.tensor(prompts)
     out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=how)
-    top_N2 = torch.cat(out.logits).topk(2).values
-    calls = zip(*tap.margin.values(), strict=True)
+    top_BN2 = torch.stack(out.logits, dim=1).topk(2).values
+    of_call = [
+        torch.stack([layer.view(len(prompts), -1).min(-1).values for layer in call]).min(0).values
+        for call in zip(*tap.margin.values(), strict=True)
+    ]
     return {
-        "tokens": out.sequences[0, len(prompt) :].int(),
-        "logit_margin": top_N2[:, 0] - top_N2[:, 1],
-        "router_margin": torch.stack([min(layer.min() for layer in call) for call in calls]),
+        "tokens": out.sequences[:, ids.shape[1] :].int(),
+        "logit_margin": top_BN2[..., 0] - top_BN2[..., 1],
+        "router_margin": torch.stack(of_call, dim=1),
     }
 
 
@@ -55,19 +59,28 @@ def main() -> None:
     parser.add_argument("--tokens", type=Path, required=True, help="JSON list of lists of ids")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--batch", action="store_true", help="prompts of a length together")
     parser.add_argument("--model", help="name kept in the file; default the directory's")
     args = parser.parse_args()
 
     prompts = read_tokens(args.tokens)
     model = load_target(args.directory)
+    # What `how` leaves open is taken from here.
+    model.generation_config.eos_token_id = None
     tap = Tap.on(model)
-    of_prompt, start = [], time.perf_counter()
+    groups: dict[object, list[int]] = {}
     for index, prompt in enumerate(prompts):
-        print(f"\rprompt {index + 1} of {len(prompts)}", end="", file=sys.stderr)
-        of_prompt.append(greedy(model, tap, prompt, args.max_new_tokens))
+        groups.setdefault(len(prompt) if args.batch else (index,), []).append(index)
+    of_prompt, start = {}, time.perf_counter()
+    for indices in groups.values():
+        print(f"\rprompt {indices[0] + 1} of {len(prompts)}", end="", file=sys.stderr)
+        found = greedy(model, tap, [prompts[i] for i in indices], args.max_new_tokens)
+        for place, index in enumerate(indices):
+            of_prompt[index] = {name: array[place] for name, array in found.items()}
     num_tokens, seconds = len(prompts) * args.max_new_tokens, time.perf_counter() - start
     print(f": {num_tokens} tokens, {num_tokens / seconds:.1f} a second", file=sys.stderr)
-    arrays = {name: torch.stack([of[name] for of in of_prompt]) for name in of_prompt[0]}
+    in_order = [of_prompt[index] for index in range(len(prompts))]
+    arrays = {name: torch.stack([of[name] for of in in_order]) for name in in_order[0]}
     metadata = {
         "format": "jaxspec-greedy-1",
         "framework": "transformers",

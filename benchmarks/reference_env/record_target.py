@@ -1,6 +1,7 @@
 """Writes the record of given tokens through transformers' DeepSeek-V3, in f32.
 
     python record_target.py DIR --tokens F --out R.safetensors [--features 1,3,5] [--chunk N]
+        [--expert-product exact|bfloat16] [--loading ours|theirs]
 
 F is a JSON list of lists of ids. The record holds every boundary, the logits, the chosen experts of
 every sparse layer (`router.LLL`, LLL the decoder layer) and how near each choice was
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 import transformers
 from records import read_tokens, stack_rows, write_record
-from target_model import load_target
+from target_model import load_target, load_theirs
 from transformers import DeepseekV3ForCausalLM, DynamicCache
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
@@ -116,11 +117,20 @@ def main() -> None:
     parser.add_argument("--features", help="boundaries to concatenate, as in 1,3,5; default none")
     parser.add_argument("--chunk", type=int, help="tokens per call; default the whole sequence")
     parser.add_argument("--expert-product", choices=["exact", "bfloat16"], default="exact")
+    parser.add_argument(
+        "--loading",
+        choices=["ours", "theirs"],
+        default="ours",
+        help="theirs: transformers' from_pretrained of the packed checkpoint; all then in f32",
+    )
     parser.add_argument("--model", help="name kept in the record; default the directory's")
     args = parser.parse_args()
 
     sequences = read_tokens(args.tokens)
-    model = load_target(args.directory, args.expert_product)
+    if args.loading == "theirs":
+        model = load_theirs(args.directory)
+    else:
+        model = load_target(args.directory, args.expert_product)
     tap = Tap.on(model)
     of_sequence = [record(model, tap, ids, args.chunk or len(ids)) for ids in sequences]
     arrays = {name: stack_rows([of[name] for of in of_sequence]) for name in of_sequence[0]}
@@ -135,7 +145,7 @@ def main() -> None:
         "model": args.model or args.directory.name,
         "dtype": "float32",
         "boundaries": args.features or "",
-        "expert_product": args.expert_product,
+        "expert_product": args.expert_product if args.loading == "ours" else "transformers' own",
         "latent_norm_eps": str(model.config.rms_norm_eps),
     }
     write_record(args.out, arrays, metadata)

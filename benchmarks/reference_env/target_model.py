@@ -3,7 +3,7 @@ directory, in f32.
 
 transformers' own loading keeps packed experts as bf16(q x scale) even when asked for f32, so the
 weights are put into it here: packed experts are unpacked by compressed-tensors, and the product
-q x scale is exact unless asked for otherwise.
+q x scale is exact unless asked for otherwise. Block fp8 becomes bf16 first.
 """
 
 import json
@@ -57,10 +57,28 @@ def load_target(directory: Path, expert_product: ExpertProduct = "exact") -> Dee
     model.load_state_dict(weights, strict=True, assign=True)
     # Buffers that no checkpoint holds were made on the meta device with the rest.
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    return _with_epsilons(model).eval()
+
+
+def load_theirs(directory: Path) -> DeepseekV3ForCausalLM:
+    """The model as transformers itself loads the directory, asked for f32; what it leaves in bf16
+    is then widened. It has to be flat, and to be called deepseek_v3, which transformers knows."""
+    model = DeepseekV3ForCausalLM.from_pretrained(
+        directory,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    )
+    torch.nn.Module.float(model)  # its own `float` refuses to touch a quantised model
+    return _with_epsilons(model).eval()
+
+
+def _with_epsilons(model: DeepseekV3ForCausalLM) -> DeepseekV3ForCausalLM:
+    """The model with the config's epsilon in its latent norms."""
     for layer in model.model.layers:
-        layer.self_attn.q_a_layernorm.variance_epsilon = config.rms_norm_eps
-        layer.self_attn.kv_a_layernorm.variance_epsilon = config.rms_norm_eps
-    return model.eval()
+        layer.self_attn.q_a_layernorm.variance_epsilon = model.config.rms_norm_eps
+        layer.self_attn.kv_a_layernorm.variance_epsilon = model.config.rms_norm_eps
+    return model
 
 
 def tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -73,14 +91,14 @@ def tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _expert_bits(directory: Path, quantization: dict | None) -> int:
-    if quantization is None:
+    if quantization is None or quantization.get("quant_method") == "fp8":
         return 0
     weights = quantization.get("config_groups", {}).get("group_0", {}).get("weights", {})
     if quantization.get("format") == "pack-quantized" and weights.get("symmetric"):
         return weights["num_bits"]
     raise SystemExit(
         f"{directory}: quantization_config {quantization.get('quant_method')!r} with format "
-        f"{quantization.get('format')!r}; this program reads symmetric pack-quantized ones only"
+        f"{quantization.get('format')!r}; this program reads symmetric pack-quantized ones and fp8"
     )
 
 
@@ -90,7 +108,7 @@ def _weights(
     """The state dict under transformers' names: routed experts fused and stacked, all f32."""
     state: dict[str, torch.Tensor] = {}
     parts: dict[str, dict[tuple[int, str], dict[str, torch.Tensor]]] = {}
-    for name, tensor in tensors(directory):
+    for name, tensor in _widened(dict(tensors(directory)), directory):
         name = name.removeprefix("language_model.")
         if name.startswith(NOT_TEXT) or name.endswith("rotary_emb.inv_freq"):
             continue
@@ -106,6 +124,22 @@ def _weights(
         state[f"{experts}.gate_up_proj"] = torch.stack(gate_up)
         state[f"{experts}.down_proj"] = torch.stack([whole[i, "down"] for i in indices])
     return state
+
+
+def _widened(state: dict[str, torch.Tensor], directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors, those in block fp8 as bf16 of the f32 product with their blocks' scales, as
+    DeepSeek's own `fp8_cast_bf16.py` makes them."""
+    config = json.loads((directory / "config.json").read_text())
+    quantization = config.get("text_config", config).get("quantization_config") or {}
+    rows, columns = quantization.get("weight_block_size", (1, 1))
+    for name, tensor in state.items():
+        scale = state.get(f"{name}_scale_inv")
+        if scale is not None:
+            whole = scale.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+            product = tensor.float() * whole[: tensor.shape[0], : tensor.shape[1]]
+            tensor = product.bfloat16()
+        if not name.endswith("_scale_inv"):
+            yield name, tensor
 
 
 def _expert(

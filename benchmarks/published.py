@@ -1,0 +1,77 @@
+"""Prints what others publish of drafts for Kimi beside what was measured here, as a table.
+
+    python benchmarks/published.py [--write]
+
+From `results/published.json`: figures as they stand in their sources. `measured` is filled by hand,
+with what the draft's command reports. --write puts the table into `README.md` beside this program,
+between its two marks.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "published.json"
+BEGIN, END = "<!-- published.py writes from here -->", "<!-- to here -->"
+
+
+def command(entry: dict[str, Any]) -> str:
+    """The command that measures a draft on a file of prompts; none where the tree is not said."""
+    if not entry["tree"][0].isdigit():
+        return ""
+    target = entry.get("target_here", entry["target"])
+    return (
+        f"jaxspec generate --target {target} --draft {entry['draft']} --tree "
+        f"{entry['tree']} --mesh 1x8 --batch-size 8 --chat --prompt-file DATA.jsonl "
+        "--max-new-tokens 2048 --context-length 8192 --json"
+    )
+
+
+def page(entries: list[dict[str, Any]]) -> str:
+    """The table, and the commands under it."""
+    lines = [
+        "| draft | figure | tree | engine | data set | n | published | measured | source |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for entry in entries:
+        site = entry["source"].removeprefix("https://").partition("/")[0]
+        date = entry.get("published_on", f"read {entry['read']}")
+        source = f"[{site}]({entry['source']}), {date}"
+        note = f" ({entry['note']})" if entry["note"] else ""
+        for index, one in enumerate(entry["figures"]):
+            same = index > 0
+            cells = [
+                "" if same else f"`{entry['draft']}` of `{entry['target']}`",
+                "" if same else f"`{entry['kind']}`{note}",
+                "" if same else entry["tree"],
+                "" if same else entry["engine"],
+                one["data"],
+                "" if one["n"] is None else str(one["n"]),
+                one["published"],
+                "" if one["measured"] is None else str(one["measured"]),
+                "" if same else source,
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    commands = dict.fromkeys(filter(None, map(command, entries)))
+    return "\n".join([*lines, "", "```sh", *commands, "```"])
+
+
+def written(text: str, table: str) -> str:
+    """A page with the table between its marks."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}"
+
+
+def main() -> None:
+    table = page(json.loads(RESULTS.read_text("utf-8"))["drafts"])
+    if "--write" in sys.argv[1:]:
+        readme = HERE / "README.md"
+        readme.write_text(written(readme.read_text("utf-8"), table), "utf-8")
+    else:
+        print(table)
+
+
+if __name__ == "__main__":
+    main()
