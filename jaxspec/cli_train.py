@@ -108,11 +108,22 @@ def train_draft(
     batch_size: Annotated[int, typer.Option(min=1, help="Windows of a batch.")] = 4,
     batches: Annotated[int, typer.Option(min=1, help="Of the whole run.")] = 1000,
     accumulate: Annotated[int, typer.Option(min=1, help="Batches that make an update.")] = 1,
+    optimizer: Annotated[
+        Literal["adamw", "muon"],
+        typer.Option(help="Muon moves the layer's matrices, and Adam then the rest."),
+    ] = "adamw",
     learning_rate: Annotated[float, typer.Option(help="Its highest.")] = 1e-4,
+    final_rate: Annotated[
+        float, typer.Option(help="Where it ends, along a cosine, as a share of the highest.")
+    ] = 0.1,
     warm_up: Annotated[int, typer.Option(min=0, help="Batches until it is reached.")] = 50,
     clip: Annotated[float, typer.Option(help="Of the gradient's norm.")] = 0.5,
-    weight_decay: Annotated[float, typer.Option(help="AdamW's.")] = 0.0,
+    weight_decay: Annotated[float, typer.Option(help="AdamW's, or of Muon's matrices.")] = 0.0,
     num_steps: Annotated[int, typer.Option(min=1, help="Of the training-time test.")] = 7,
+    one_step_batches: Annotated[
+        int,
+        typer.Option(min=0, help="So many at first take one step only, which costs less."),
+    ] = 0,
     step_weight: Annotated[
         float, typer.Option(help="What a step counts, over the one before it.")
     ] = 0.8,
@@ -180,8 +191,10 @@ def train_draft(
     from jaxspec.training_run import TrainConfig, train
 
     config = TrainConfig(
-        LossConfig(num_steps, step_weight, labels),
-        OptimizerConfig(learning_rate, batches, warm_up, clip, weight_decay, accumulate),
+        LossConfig(num_steps, step_weight, labels, one_step_batches),
+        OptimizerConfig(
+            learning_rate, batches, warm_up, clip, weight_decay, accumulate, optimizer, final_rate
+        ),
         batch_size,
         seed,
         evaluate_every,

@@ -22,7 +22,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache import DraftCache, joined
 from jaxspec.collectives import over_groups, share, whole_gradient
-from jaxspec.config import Numerics
 from jaxspec.contracts import Boundaries, Features, TargetIds
 from jaxspec.dims import typed
 from jaxspec.draft import Borrowed, Draft
@@ -38,6 +37,8 @@ __all__ = ["Batch", "LossConfig", "StepReport", "Sums", "TrainState", "Trainer",
 Labels = Literal["covered", "within"]
 FROZEN = "embed"
 """An embedding of the draft's own stays as it is, as SpecForge and speculators leave theirs."""
+OF_ROWS = P(None, "data")
+"""How `Sums` lie on a mesh."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +51,13 @@ class LossConfig:
       labels: the target's probabilities of the draft's vocabulary. "covered" takes them as they
         are, so that a position counts as much as the draft can cover of it; "within" makes them sum
         to 1, as speculators does. Over the full vocabulary they are the same.
+      one_step_batches: so many batches at first take one step only, at a fraction of the cost.
     """
 
     num_steps: int = 7
     step_weight: float = 0.8
     labels: Labels = "covered"
+    one_step_batches: int = 0
 
     def check(self) -> None:
         """Raises InputError for what cannot be trained with."""
@@ -63,6 +66,12 @@ class LossConfig:
                 f"{self.num_steps} steps of weight {self.step_weight}; steps start at 1, and a "
                 "step's weight over the one before lies above 0, at most at 1"
             )
+        if self.one_step_batches < 0:
+            raise InputError(f"{self.one_step_batches} batches of one step at first: 0 is none")
+
+    def at(self, index: int) -> "LossConfig":
+        """What is asked in a batch, counted from 0."""
+        return dataclasses.replace(self, num_steps=1) if index < self.one_step_batches else self
 
 
 @functools.partial(
@@ -253,12 +262,11 @@ class Trainer:
         self.capture: Boundaries = target.asked_for(draft.config.boundaries)
         # Contract errors before anything is compiled.
         self.capture.require(draft.config.boundaries, "train-draft")
-        self.loss, self._optimizer = loss, optimizer.make()
+        self.loss = loss
         dtype = target.numerics.jnp_dtype
         _, state = nnx.split(draft)
         self._variables = dict(nnx.to_flat_state(state))
-        self._mesh = mesh = target.numerics.mesh
-        numerics = Numerics(dtype=target.numerics.dtype, implementation="xla", mesh=mesh)
+        numerics = dataclasses.replace(target.numerics, implementation="xla")
         self._graph = nnx.split(
             nnx.eval_shape(lambda: Draft(draft.config, numerics, nnx.Rngs(0), draft.identity))
         )[0]
@@ -270,41 +278,45 @@ class Trainer:
             for name, value in values.items()
         }
         self._start = {n: v.astype(jnp.float32) for n, v in values.items() if is_trained[n]}
+        self._optimizer = optimizer.make(self._start)
         self._fixed = {
             n: v.astype(dtype) if n == FROZEN else v for n, v in values.items() if not is_trained[n]
         }
         self._target_graph, self._target = nnx.split(target)
         self._dtype = dtype
-        self._gradient, sums, where = self._gradient_here, self._sums_here, None
-        self._cuts: dict[str, P] = {}
+        where, self._given, self._cuts = None, (), {}
         if (devices := self._devices) is not None:
             models = self._start, self._target, self._fixed
             self._start, self._target, self._fixed = models = devices.put(models)
-            given, of_rows = (*specs_of(models, devices.config), P("data")), P(None, "data")
             self._cuts = specs_of(self._start, devices.config)
-            self._gradient = devices.spread(self._gradient, given, ((P(), of_rows), self._cuts))
-            sums = devices.spread(sums, given, of_rows)
+            self._given = *specs_of(models, devices.config), P("data")
             where = devices.shardings(jax.eval_shape(self._new_state)), None
-        self._step = jax.jit(self._train, donate_argnums=0, out_shardings=where)
-        self._sums = jax.jit(sums)
+        self._step = jax.jit(self._train, donate_argnums=0, static_argnums=4, out_shardings=where)
+        self._sums = jax.jit(self._sums_of, static_argnums=4)
 
     def new_state(self) -> TrainState:
         """The state before the first step, of arrays of its own."""
         state = self._new_state()
         return state if self._devices is None else self._devices.put(state)
 
-    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
+    def step(
+        self, state: TrainState, batch: Batch, index: int = 0
+    ) -> tuple[TrainState, StepReport]:
         """The state after one batch, and what was found there, on the host.
 
         A loss or a gradient that is not finite changes nothing: see `StepReport.is_finite`.
+
+        Args:
+          index: of the batch in its run, counted from 0.
         """
-        state, report = self._step(state, self._target, self._fixed, self._put(batch))
+        given = self._target, self._fixed, self._put(batch), self.loss.at(index)
+        state, report = self._step(state, *given)
         return state, jax.device_get(report)
 
     def sums(self, state: TrainState, batch: Batch) -> Sums:
         """What `draft_loss` finds on a batch that is not learned from, on the host."""
-        given = state.trained, self._target, self._fixed, self._put(batch)
-        return jax.device_get(self._sums(*given))
+        given = self._target, self._fixed, self._put(batch), self.loss
+        return jax.device_get(self._sums(state.trained, *given))
 
     def draft(self, state: TrainState) -> Draft:
         """The draft as it is now, in the target's dtype."""
@@ -334,7 +346,12 @@ class Trainer:
         return nnx.merge(self._graph, nnx.from_flat_state(flat))
 
     def _loss(
-        self, trained: dict[str, jax.Array], target_params: Any, fixed: Any, batch: Batch
+        self,
+        asked: LossConfig,
+        trained: dict[str, jax.Array],
+        target_params: Any,
+        fixed: Any,
+        batch: Batch,
     ) -> tuple[jax.Array, Sums]:
         target = nnx.merge(self._target_graph, target_params)
         is_real_BT = jnp.arange(batch.tokens.shape[1])[None] < batch.lengths[:, None]
@@ -348,28 +365,59 @@ class Trainer:
             batch.tokens,
             target.logits(hidden_BTD, is_normed=batch.is_normed),
             batch.is_learned & is_real_BT,
-            self.loss,
+            asked,
         )
 
-    def _sums_here(self, *given: Any) -> Sums:
-        return self._loss(*given)[1]
+    def _sums_of(
+        self,
+        trained: dict[str, jax.Array],
+        target_params: Any,
+        fixed: Any,
+        batch: Batch,
+        asked: LossConfig,
+    ) -> Sums:
+        def sums(*given: Any) -> Sums:
+            return self._loss(asked, *given)[1]
 
-    def _gradient_here(
-        self, trained: dict[str, jax.Array], *given: Any
+        if (devices := self._devices) is not None:
+            sums = devices.spread(sums, self._given, OF_ROWS)
+        return sums(trained, target_params, fixed, batch)
+
+    def _gradient_of(
+        self,
+        trained: dict[str, jax.Array],
+        target_params: Any,
+        fixed: Any,
+        batch: Batch,
+        asked: LossConfig,
     ) -> tuple[tuple[jax.Array, Sums], dict[str, jax.Array]]:
-        """Loss, its parts, and the gradient; on a mesh, all of it on each device."""
+        """Loss, its parts, and the gradient."""
+        devices = self._devices
+        mesh = None if devices is None else devices.config
 
-        def share_of_loss(trained: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
-            found = self._loss(trained, *given)
-            return share(found[0], self._mesh), found
+        def gradient(trained: dict[str, jax.Array], *given: Any) -> Any:
+            def share_of_loss(trained: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
+                found = self._loss(asked, trained, *given)
+                return share(found[0], mesh), found
 
-        gradient, found = jax.grad(share_of_loss, has_aux=True)(trained)
-        return found, whole_gradient(gradient, self._cuts, self._mesh)
+            gradient, found = jax.grad(share_of_loss, has_aux=True)(trained)
+            return found, whole_gradient(gradient, self._cuts, mesh)
+
+        if devices is not None:
+            gradient = devices.spread(gradient, self._given, ((P(), OF_ROWS), self._cuts))
+        return gradient(trained, target_params, fixed, batch)
 
     def _train(
-        self, state: TrainState, target_params: Any, fixed: Any, batch: Batch
+        self,
+        state: TrainState,
+        target_params: Any,
+        fixed: Any,
+        batch: Batch,
+        asked: LossConfig,
     ) -> tuple[TrainState, StepReport]:
-        (loss, sums), gradient = self._gradient(state.trained, target_params, fixed, batch)
+        (loss, sums), gradient = self._gradient_of(
+            state.trained, target_params, fixed, batch, asked
+        )
         norm = optax.tree.norm(gradient)
         with jax.numpy_dtype_promotion("standard"):  # optax's counts are integers among floats
             updates, optimizer = self._optimizer.update(gradient, state.optimizer, state.trained)

@@ -1,7 +1,8 @@
 """What a draft is trained on: texts and conversations, as windows of ids.
 
-All of it is in memory, five bytes a token, and which window comes when follows from the seed and
-the number of the batch alone: a run that was killed needs no reader's state to go on.
+All of it is in memory, five bytes a token; features that were recorded stay on disk. Batches come
+by grain, which reads some ahead, and which comes when follows from the seed and its number alone: a
+run that was killed needs no reader's state to go on.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import grain
 import jax
 import numpy as np
 
@@ -26,6 +28,8 @@ __all__ = ["Sample", "Windows", "read_samples"]
 
 FEWEST = 3
 """Tokens of a window: one that is read, one that is fed, and what the target says after it."""
+AHEAD = 2
+"""Batches that are read while one is learned from."""
 TEXTS = ("text", "prompt", "question")
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 
@@ -127,12 +131,20 @@ class Windows:
         features, hidden = self.recorded.read(self.rows[rows])
         return Batch(*given, features, hidden, self.recorded.is_normed)
 
-    def rows_of(self, index: int, batch_size: int, seed: int) -> np.ndarray:
-        """The windows of one batch of a run: each once, in another order each time around."""
-        num_batches = len(self) // batch_size
-        around, place = divmod(index, num_batches)
-        order = np.random.default_rng([seed, around]).permutation(len(self))
-        return order[place * batch_size : (place + 1) * batch_size]
+    def batches(
+        self, batch_size: int, seed: int, begin: int, end: int
+    ) -> Iterator[tuple[np.ndarray, Batch]]:
+        """The batches of a run from one to another, each with the windows that are in it.
+
+        Each window comes once, in another order each time around, without those that are left of a
+        batch.
+        """
+        rows = (
+            grain.MapDataset.range(len(self)).shuffle(seed).batch(batch_size, drop_remainder=True)
+        )
+        chosen = rows.repeat()[begin:end]
+        ahead = grain.ReadOptions(num_threads=AHEAD, prefetch_buffer_size=AHEAD)
+        return iter(chosen.map(lambda of: (of, self.batch(of))).to_iter_dataset(ahead))
 
     def in_order(self, batch_size: int) -> Iterator[Batch]:
         """All of them, the last batch filled up with empty windows, of which nothing counts."""

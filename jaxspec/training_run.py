@@ -120,9 +120,9 @@ def train(
         metrics = Metrics(out / "metrics.jsonl", begin)
         acceptance = Acceptance(target, held_out, config.acceptance, trainer.draft(state))
         total, started = config.optimizer.num_batches, time.perf_counter()
-        for index in range(begin, total):
-            rows = learned.rows_of(index, config.batch_size, config.seed)
-            state, report = trainer.step(state, learned.batch(rows))
+        coming = learned.batches(config.batch_size, config.seed, begin, total)
+        for index, (rows, batch) in enumerate(coming, begin):
+            state, report = trainer.step(state, batch, index)
             if not report.is_finite:
                 raise FloatingPointError(_what_failed(index + 1, report, learned, rows, out))
             metrics.add(index + 1, report, time.perf_counter() - started)

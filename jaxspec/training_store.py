@@ -1,8 +1,12 @@
 """What a training run keeps on disk: states, by which it goes on, and what it measured."""
 
+import contextlib
 import dataclasses
+import errno
 import json
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ from jaxspec.training import StepReport, TrainState
 __all__ = ["Checkpoints", "Evaluation", "Metrics"]
 
 CHECKPOINTS_KEPT = 2
+ROOM_FOR_METADATA = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,12 +103,24 @@ class Checkpoints:
         """
         leaves = {str(index): leaf for index, leaf in enumerate(jax.tree.leaves(state))}
         num_bytes = sum(leaf.nbytes for leaf in leaves.values())
-        if shutil.disk_usage(self._out).free < num_bytes + 2**20:
-            raise InputError(
-                f"--out {self._out}: no room for a checkpoint of {num_bytes / 1e9:.3f} GB; the "
-                "earlier ones are kept, and the same command goes on from there"
-            )
-        self._manager.save(step, args=ocp.args.StandardSave(leaves))
+        with _told(self._out, (OSError, ValueError)):  # TensorStore's of the system are ValueErrors
+            if shutil.disk_usage(self._out).free < num_bytes + ROOM_FOR_METADATA:
+                text = f"no room for a checkpoint of {num_bytes / 1e9:.3f} GB"
+                raise OSError(errno.ENOSPC, text)
+            self._manager.save(step, args=ocp.args.StandardSave(leaves))
+
+
+@contextlib.contextmanager
+def _told(out: Path, errors: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
+    """Raises InputError where what is written in it cannot be, as on a full disk."""
+    try:
+        yield
+    except errors as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(
+            f"--out {out}: cannot be written ({reason}); the last checkpoint is kept, and the same "
+            "command goes on from there once there is room"
+        ) from error
 
 
 def _check_same(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -128,23 +145,29 @@ def _flat(value: Any, name: str = "") -> Any:
 
 
 class Metrics:
-    """`metrics.jsonl`: a line for every batch, and one for every evaluation."""
+    """`metrics.jsonl`: a line for every batch, and one for every evaluation.
+
+    Its methods raise InputError where it cannot be written.
+    """
 
     def __init__(self, path: Path, num_done: int) -> None:
         """Of a new file, or of one whose lines after `num_done` batches are to be written again."""
         self.path, self.evaluations = path, []
-        kept = []
-        for line in path.read_text("utf-8").splitlines() if path.is_file() else ():
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                break  # the last one, cut off
-            if entry["batch"] > num_done:
-                break
-            kept.append(line)
-            if "accuracy" in entry:
-                self.evaluations.append(Evaluation(**entry))
-        path.write_text("".join(f"{line}\n" for line in kept), "utf-8")
+        with _told(path.parent):
+            lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+            num_bytes = 0
+            for line in lines:
+                try:
+                    entry = json.loads(line)
+                except ValueError:
+                    break  # the last one, cut off
+                if entry["batch"] > num_done or not line.endswith(b"\n"):
+                    break
+                num_bytes += len(line)
+                if "accuracy" in entry:
+                    self.evaluations.append(Evaluation(**entry))
+            if lines:  # shortened where it is: writing it again would take room
+                os.truncate(path, num_bytes)
 
     def add(self, batch: int, report: StepReport, seconds: float) -> None:
         self._append(
@@ -161,5 +184,5 @@ class Metrics:
         self._append(dataclasses.asdict(found))
 
     def _append(self, entry: dict[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
+        with _told(self.path.parent), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")

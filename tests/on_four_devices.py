@@ -76,7 +76,8 @@ def gradients(kind: str, *meshes: str) -> dict[str, Any]:
         draft = fresh_draft(target, shape_of(kind, 2), np.arange(20), seed=0)
         trainer = Trainer(target, draft, LossConfig(2), OPTIMIZER)
         given = trainer._start, trainer._target, trainer._fixed, trainer._put(batch)
-        (loss, _), gradient = jax.device_get(jax.jit(trainer._gradient)(*given))
+        program = jax.jit(trainer._gradient_of, static_argnums=4)
+        (loss, _), gradient = jax.device_get(program(*given, trainer.loss))
         if want is None:
             want = loss, gradient
         away = {name: np.linalg.norm(gradient[name] - of) for name, of in want[1].items()}

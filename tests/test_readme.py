@@ -14,6 +14,7 @@ from jaxspec import SHIPPED_TARGET, cli, dims
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
 PROTOCOL = (ROOT / "benchmarks" / "PROTOCOL.md").read_text("utf-8")
+RECIPE = (ROOT / "benchmarks" / "train_mini" / "README.md").read_text("utf-8")
 
 
 def blocks(language: str, page: str = README) -> list[str]:
@@ -72,7 +73,7 @@ def test_commands_exist():
             assert name.replace("-", "_") in known
 
 
-@pytest.mark.parametrize(("page", "fewest"), [(README, 10), (PROTOCOL, 15)])
+@pytest.mark.parametrize(("page", "fewest"), [(README, 10), (PROTOCOL, 15), (RECIPE, 1)])
 def test_flags_of_commands_exist(page, fewest):
     group, checked = typer.main.get_command(cli.app), 0
     for program, *words in command_lines(page):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,10 +20,11 @@ from jaxspec.errors import InputError
 from jaxspec.fresh_draft import DraftShape, fresh_draft
 from jaxspec.optimizer import OptimizerConfig
 from jaxspec.tokenizer import load_tokenizer
-from jaxspec.training import LossConfig
+from jaxspec.training import LossConfig, TrainState
 from jaxspec.training_acceptance import Acceptance, AcceptanceConfig
 from jaxspec.training_data import Sample, Windows, read_samples
 from jaxspec.training_run import TrainConfig, train
+from jaxspec.training_store import Checkpoints, Evaluation, Metrics
 from tests import make_checkpoint, tiny
 from tests.tiny_tokenizer import TEMPLATE, write_tokenizer
 
@@ -92,23 +94,64 @@ def test_what_a_run_leaves(whole, target, windows):
     assert (again.head_dim, again.draft_vocab_size, again.has_embedding) == (16, 20, False)
 
 
+MUON = dataclasses.replace(
+    CONFIG,
+    loss=LossConfig(2, one_step_batches=5),
+    optimizer=dataclasses.replace(CONFIG.optimizer, name="muon", weight_decay=0.1, final_rate=0.0),
+)
+
+
 @pytest.mark.slow
-def test_interrupted_it_goes_on_to_the_same_bits(whole, target, windows, tmp_path):
+@pytest.mark.parametrize("config", [CONFIG, MUON], ids=["adamw", "muon"])
+def test_interrupted_it_goes_on_to_the_same_bits(config, whole, target, windows, tmp_path):
     def interrupt(_: str, done: int, __: int) -> None:
         if done == 6:  # two batches after the checkpoint, and amid an accumulation
             raise KeyboardInterrupt
 
+    if config is MUON:
+        whole = tmp_path / "whole", run(target, windows, tmp_path / "whole", config)
+        assert whole[1].evaluations[1].loss[0] < whole[1].evaluations[0].loss[0]
+    out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        run(target, windows, tmp_path, progress=interrupt)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
+        run(target, windows, out, config, progress=interrupt)
+    metrics = out / "metrics.jsonl"
+    with metrics.open("a") as file:
         file.write('{"batch": 7, "lo')  # as a kill leaves it
-    report = run(target, windows, tmp_path)
+    kept = metrics.rename(tmp_path / "kept")
+    metrics.symlink_to("/dev/full")
+    with pytest.raises(InputError, match=r"No space left on device\); the last checkpoint is kept"):
+        run(target, windows, out, config)
+    kept.replace(metrics)
+    report = run(target, windows, out, config)
     assert report.resumed_at == 4
-    assert tensors_in(tmp_path) == tensors_in(whole[0])
+    assert tensors_in(out) == tensors_in(whole[0])
     assert report.evaluations == whole[1].evaluations
-    other = dataclasses.replace(CONFIG, seed=3)
+    lines = [json.loads(line)["batch"] for line in metrics.read_text().splitlines()]
+    assert lines == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
+    other = dataclasses.replace(config, seed=3)
     with pytest.raises(InputError, match=r"run\.json: of another run, whose config\.seed is 0"):
-        run(target, windows, tmp_path, other)
+        run(target, windows, out, other)
+
+
+def test_a_full_disk(tmp_path, monkeypatch):
+    """One message, of metrics as of a checkpoint, and nothing is lost."""
+    found = Evaluation(1, [2.0], [0.5])
+    metrics = Metrics(tmp_path / "metrics.jsonl", 0)
+    metrics.add_evaluation(found)
+    (tmp_path / "full").symlink_to("/dev/full")
+    message = r"^--out \S+: cannot be written \({}\); the last checkpoint is kept, and the same "
+    with pytest.raises(InputError, match=message.format("No space left on device")):
+        Metrics(tmp_path / "full", 0).add_evaluation(found)
+    assert Metrics(tmp_path / "metrics.jsonl", 1).evaluations == [found]
+    state = TrainState({"w": np.ones(8, np.float32)}, ())
+    with Checkpoints(tmp_path / "run", {}) as checkpoints:
+        checkpoints.save(1, state)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 0))
+        with pytest.raises(
+            InputError, match=message.format("no room for a checkpoint of 0.000 GB")
+        ):
+            checkpoints.save(2, state)
+        assert checkpoints.newest(TrainState({"w": np.zeros(8, np.float32)}, ()))[1] == 1
 
 
 @pytest.mark.slow
@@ -209,10 +252,14 @@ def test_windows():
     assert windows.where == ["F, line 1, token 4"]
     assert windows.tokens.tolist() == [[4, 5, 6, 7]] and windows.lengths.tolist() == [4]
     many = Windows.of([SAMPLE], 12, 24)
-    seen = np.concatenate([many.rows_of(index, 4, 0) for index in range(len(many) // 4)])
-    assert sorted(seen) == list(range(len(many)))
-    again = np.concatenate([many.rows_of(index, 4, 0) for index in range(5, 10)])
-    assert sorted(again) == list(range(len(many))) and (again != seen).any()
+    some = many.take(slice(18))
+    rows, batches = zip(*some.batches(4, 0, 0, 8), strict=True)
+    once, again = np.concatenate(rows[:4]), np.concatenate(rows[4:])
+    assert len(set(once)) == len(set(again)) == 16 and (once != again).any()
+    np.testing.assert_array_equal(batches[5].tokens, some.tokens[rows[5]])
+    # A run that goes on gets what it would have got.
+    later = [of.tolist() for of, _ in some.batches(4, 0, 3, 8)]
+    assert later == [of.tolist() for of in rows[3:]]
 
 
 @pytest.mark.parametrize(
@@ -260,6 +307,7 @@ def test_drafts_that_there_are_not(change, message, target):
         (["--tokens", "IDS", "--seed", "-1"], "seed is -1; it lies between 0 and"),
         (["--tokens", "IDS", "--accept-temperature", "-1"], "temperature is -1.0; 0 is greedy"),
         (["--tokens", "IDS", "--tree", "1x1x9"], "offer only 1"),
+        (["--tokens", "IDS", "--final-rate", "2"], "a final rate of 2.0: it is a share"),
         (["--tokens", "IDS", "--accumulate", "3"], "1000 batches, of which 3 make an update"),
         (["--tokens", "IDS", "--length", "4096"], "--length 4096: the target was made for 2048"),
     ],
