@@ -32,7 +32,16 @@ from jaxspec.optimizer import OptimizerConfig
 from jaxspec.sharding import devices_of, specs_of
 from jaxspec.target import Target
 
-__all__ = ["Batch", "LossConfig", "StepReport", "Sums", "TrainState", "Trainer", "draft_loss"]
+__all__ = [
+    "Batch",
+    "LossConfig",
+    "StepReport",
+    "Sums",
+    "TrainState",
+    "Trainer",
+    "draft_loss",
+    "state_cuts",
+]
 
 Labels = Literal["covered", "within"]
 FROZEN = "embed"
@@ -290,14 +299,17 @@ class Trainer:
             self._start, self._target, self._fixed = models = devices.put(models)
             self._cuts = specs_of(self._start, devices.config)
             self._given = *specs_of(models, devices.config), P("data")
-            where = devices.shardings(jax.eval_shape(self._new_state)), None
+            cuts = state_cuts(jax.eval_shape(self._new_state), self._cuts)
+            where = jax.tree.map(devices.sharding, cuts), None
         self._step = jax.jit(self._train, donate_argnums=0, static_argnums=4, out_shardings=where)
         self._sums = jax.jit(self._sums_of, static_argnums=4)
 
     def new_state(self) -> TrainState:
         """The state before the first step, of arrays of its own."""
         state = self._new_state()
-        return state if self._devices is None else self._devices.put(state)
+        if self._devices is None:
+            return state
+        return jax.tree.map(self._devices.put_as, state, state_cuts(state, self._cuts))
 
     def step(
         self, state: TrainState, batch: Batch, index: int = 0
@@ -427,6 +439,15 @@ class Trainer:
         kept = jax.tree.map(lambda new, old: jnp.where(is_good, new, old), learnt, state)
         largest = {name: jnp.abs(leaf).max() for name, leaf in gradient.items()}
         return kept, StepReport(loss, sums, norm, largest)
+
+
+def state_cuts(state: TrainState, cuts: Mapping[str, P]) -> Any:
+    """How a state lies on a mesh: what is kept of a parameter as that does, all else whole."""
+
+    def cut(path: tuple[Any, ...], _: Any) -> P:
+        return cuts.get(getattr(path[-1], "key", ""), P())
+
+    return jax.tree_util.tree_map_with_path(cut, state)
 
 
 def see(

@@ -4,6 +4,7 @@ Runs are on four CPU devices, in a process of their own: `on_four_devices.py`.
 """
 
 import collections
+import dataclasses
 import functools
 import json
 import subprocess
@@ -21,7 +22,7 @@ from jaxspec.collectives import over_groups, share, whole_gradient
 from jaxspec.config import MeshConfig, Numerics
 from jaxspec.errors import InputError
 from jaxspec.sharding import specs_of
-from jaxspec.training import LossConfig, Trainer
+from jaxspec.training import LossConfig, Trainer, state_cuts
 from tests import on_four_devices as program
 from tests import tiny
 
@@ -89,18 +90,22 @@ def test_the_doctor_finds_what_it_finds_on_one_device():
         assert got["verdict"] == want["verdict"]
 
 
-def test_a_state_lies_as_its_parameters_do(target, draft):
-    """Whatever the optimiser keeps of a parameter is cut as that is; numbers are not."""
-    trainer = Trainer(target, draft, LossConfig(1), program.OPTIMIZER)
-    specs, kept = specs_of(trainer.new_state(), MeshConfig(1, 2)), collections.Counter()
-    leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda one: isinstance(one, P))
-    for path, spec in leaves:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_state_lies_as_its_parameters_do(optimizer, target, draft):
+    """Whatever the optimiser keeps of a parameter is cut as that is; what it has besides is not."""
+    config = dataclasses.replace(program.OPTIMIZER, name=optimizer)
+    state = Trainer(target, draft, LossConfig(1), config).new_state()
+    cuts = specs_of(state.trained, MeshConfig(1, 2))
+    found = state_cuts(state, cuts)
+    kept = collections.Counter()
+    pairs = zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(found), strict=True)
+    for (path, leaf), cut in pairs:
         name = getattr(path[-1], "key", None)
         kept[name] += 1
-        assert spec == specs.trained.get(name, P())
-    assert all(kept[name] >= 3 for name in specs.trained), "itself, its moments, their sum"
-    assert tuple(specs.trained["attention.query"]) == (None, "model", None)
-    assert specs.trained["fc"] == P()
+        assert cut == cuts.get(name, P())
+        assert name not in cuts or leaf.shape == state.trained[name].shape
+    assert all(kept[name] >= 3 for name in cuts), "itself, its momentum, its gradients' sum"
+    assert tuple(cuts["attention.query"]) == (None, "model", None) and cuts["fc"] == P()
 
 
 def test_without_a_mesh_nothing_is_exchanged():
