@@ -236,6 +236,6 @@ def test_more_places_than_texts(target, draft, prompts, swept, tmp_path):
 
 def test_all_texts_loop(target, draft, prompts, monkeypatch):
     monkeypatch.setattr(sweeping, "loop_start", lambda ids: 0)
-    monkeypatch.setattr(sweeping, "write_on", lambda target, prompts, *_: prompts)
+    monkeypatch.setattr(sweeping, "write_on", lambda *_: prompts)
     with pytest.raises(InputError, match="all of 4 texts repeat themselves"):
         sweep(target, draft, prompts, CONFIG)
