@@ -58,7 +58,7 @@ def made(page: Path) -> str:
         pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
         if len(pattern.findall(text)) != 1:
             raise ValueError(f"{page.name} wants {begin} and, after it, {end}, once")
-        between = f"{begin}\n{block()}\n{end}"
+        between = f"{begin}\n\n{block()}\n\n{end}"
         text = pattern.sub(lambda _, between=between: between, text)
     return text
 

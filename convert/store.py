@@ -13,12 +13,14 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 from flax import traverse_util
 
 from jaxspec.config import MeshConfig
@@ -43,14 +45,19 @@ class _InChunks(ocp.type_handlers.NumpyHandler):
 
     Orbax offers one chunk, one for each row, or cuts through the longest axis, whichever that is.
     Were this method of its not called any more, checkpoints would be right, and read whole.
+
+    Attributes:
+      context: TensorStore's, of one piece: it remembers what lies under a path.
     """
+
+    context: tensorstore.Context
 
     async def _open_and_write(
         self, value: np.ndarray, tspec: dict[str, Any], ts_context: Any
     ) -> None:
         shape = chunk_shape(tspec["kvstore"]["path"], value.shape)
         tspec["metadata"]["chunks"] = list(shape)
-        await super()._open_and_write(value, tspec, ts_context)
+        await super()._open_and_write(value, tspec, self.context)
 
 
 def chunk_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -66,32 +73,50 @@ def chunk_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 def writing_to(directory: Path) -> Iterator[Callable[[Piece], None]]:
     """A function that writes a piece under `directory`.
 
+    It returns before the piece has reached the disk, but not before the one before has.
+
     Raises:
       OSError: the file system has no room, or fails.
     """
     # A piece changes no more: to copy it first would take its size again.
     registry = ocp.type_handlers.create_type_handler_registry(
-        (np.ndarray, _InChunks(deepcopy_host_arrays=False)),
+        (np.ndarray, in_chunks := _InChunks(deepcopy_host_arrays=False)),
         (jax.Array, ocp.type_handlers.ArrayHandler()),  # Orbax warns where there is none
     )
     # Weights hardly compress, and trying takes half of the time.
     handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
-    with ocp.Checkpointer(handler) as checkpointer:
+    with ocp.Checkpointer(handler) as checkpointer, ThreadPoolExecutor(1) as pool:
         directory.mkdir(exist_ok=True)
+        recording: list[Future[None]] = []
 
         def write(piece: Piece) -> None:
             tree = traverse_util.unflatten_dict(piece.leaves, sep=".")
             path = directory.absolute() / piece.name
             _check_room(path, sum(leaf.nbytes for leaf in piece.leaves.values()))
+            # What it writes reaches the disk while the next piece is written: see `_record`.
+            in_chunks.context = tensorstore.Context(
+                {"file_io_sync": False, "cache_pool#ocdbt": {"total_bytes_limit": 10**8}}
+            )
             args = ocp.args.PyTreeSave(tree, ocdbt_target_data_file_size=FILE_BYTES)
             with _as_os_error(path):
                 checkpointer.save(path, args)
-            sizes = sizes_of(path)
-            for file in sizes:
-                uncache(path / file)
-            write_whole(path / RECORD, sizes)
+            while recording:
+                recording.pop().result()
+            recording.append(pool.submit(_record, path))
 
         yield write
+        while recording:
+            recording.pop().result()
+
+
+def _record(path: Path) -> None:
+    """Says of a piece that it is complete, once all of it is on the disk."""
+    sizes = sizes_of(path)
+    for file in sizes:
+        with (path / file).open("rb") as stream:
+            os.fsync(stream.fileno())
+        uncache(path / file)
+    write_whole(path / RECORD, sizes)
 
 
 def _check_room(path: Path, num_bytes: int) -> None:

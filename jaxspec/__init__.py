@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jaxspec.doctor_texts import Text
     from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_PROMPTS, SHIPPED_TARGET
     from jaxspec.errors import InputError
+    from jaxspec.features import FeaturesDirectory, record_features
     from jaxspec.generator import GenerateConfig, Generator
     from jaxspec.hardware import Assumptions
     from jaxspec.identify import identify as identify_features
@@ -56,6 +57,7 @@ __all__ = [
     "ConvertConfig",
     "DoctorConfig",
     "ExportConfig",
+    "FeaturesDirectory",
     "GenerateConfig",
     "GenerateReport",
     "Generator",
@@ -95,6 +97,7 @@ __all__ = [
     "profile_step",
     "read_samples",
     "record",
+    "record_features",
     "score_gsm8k",
     "stream",
     "sweep_trees",
@@ -115,6 +118,7 @@ _MODULES = {
     "doctor_texts": ("Text",),
     "environment": ("SHIPPED_DRAFT", "SHIPPED_PROMPTS", "SHIPPED_TARGET"),
     "errors": ("InputError",),
+    "features": ("FeaturesDirectory", "record_features"),
     "generator": ("GenerateConfig", "Generator"),
     "hardware": ("Assumptions",),
     "identify": ("identify_features",),

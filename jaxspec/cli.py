@@ -241,7 +241,7 @@ def tokenize(
     ] = False,
 ) -> None:
     """The exact ids of prompts, for feeding other engines the same thing."""
-    from jaxspec.commands import ModelFlags, PromptFlags, run_tokenize
+    from jaxspec.commands import ModelFlags, PromptFlags, run_tokenize, unread_settings
 
     report = run_tokenize(
         ModelFlags(target), PromptFlags(prompt, prompt_file, None, chat, thinking)
@@ -249,6 +249,8 @@ def tokenize(
     if as_json:
         print(json.dumps(report.to_dict(), ensure_ascii=False))
     else:
+        if said := unread_settings(report.prompts):
+            print(f"{said}: ids alone are printed; --json has both", file=sys.stderr)
         print(json.dumps([list(prompt.ids) for prompt in report.prompts]))
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from jaxspec.cli_start import mesh_of
 from jaxspec.errors import InputError
 from jaxspec.flags import (
     CaptureFlag,
@@ -16,6 +17,7 @@ from jaxspec.flags import (
     DraftRotaryFlag,
     DtypeFlag,
     JsonFlag,
+    MeshFlag,
     PlotFlag,
     PromptArgument,
     PromptFileFlag,
@@ -56,13 +58,24 @@ def doctor(
     context_length: Annotated[
         int, typer.Option(metavar="N", help="Tokens of a text; longer prompts are cut.")
     ] = 512,
-    temperature: Annotated[float, typer.Option(help="Of what it writes. 0 is greedy.")] = 0.8,
+    temperature: Annotated[
+        float,
+        typer.Option(help="Of what it writes after prompts that do not say. 0 is greedy."),
+    ] = 0.8,
     levels: Annotated[
         int, typer.Option(help="Drafted tokens per step; of --observed, what its flags say.")
     ] = 3,
     top: Annotated[int, typer.Option(help="Guesses that count for top-k agreement.")] = 4,
+    tree: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LEVELSxBRANCHESxNODES",
+            help="Also say what this tree accepts, and at best. Default: the chain alone.",
+        ),
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Texts at a time.")] = 8,
     dtype: DtypeFlag = None,
+    mesh: MeshFlag = None,
     plot: PlotFlag = None,
     as_json: JsonFlag = False,
     compile_cache: CompileCacheFlag = None,
@@ -73,6 +86,7 @@ def doctor(
     or --observed finds the engine at fault.
     """
     from jaxspec.commands import PromptFlags
+    from jaxspec.config import TreeConfig
     from jaxspec.console import Display, wide_console
     from jaxspec.doctor_run import DoctorFlags, run_doctor
     from jaxspec.doctor_scores import DoctorConfig
@@ -80,16 +94,17 @@ def doctor(
     from jaxspec.environment import start_jax
     from jaxspec.picture import check_picture
 
-    astray = given(context, "max_new_tokens", "context_length", "temperature", "levels")
+    astray = given(context, "max_new_tokens", "context_length", "temperature", "levels", "tree")
     if observed is not None and astray:
         raise InputError(f"{', '.join(astray)}: --observed brings its own texts, and its levels")
     start_jax(compile_cache)
     if plot is not None:
         check_picture(plot)
+    drafted = (draft, capture, capture_convention, draft_rotary)
     flags = DoctorFlags(
-        models_of(target, (draft, capture, capture_convention, draft_rotary), dtype, None),
+        models_of(target, drafted, dtype, None, mesh_of(mesh, None)),
         PromptFlags(prompt, prompt_file, tokens, chat, thinking),
-        DoctorConfig(levels, top, batch_size),
+        DoctorConfig(levels, top, batch_size, None if tree is None else TreeConfig.parse(tree)),
         observed,
         max_new_tokens,
         temperature,

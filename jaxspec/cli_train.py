@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from jaxspec.cli_start import mesh_of
 from jaxspec.errors import InputError
 from jaxspec.flags import (
     DEFAULT_TREE,
@@ -14,6 +15,7 @@ from jaxspec.flags import (
     CompileCacheFlag,
     DtypeFlag,
     JsonFlag,
+    MeshFlag,
     PlotFlag,
     TargetFlag,
     dtype_of,
@@ -145,6 +147,7 @@ def train_draft(
         str, typer.Option(metavar="LEVELSxBRANCHESxNODES", help="That is drafted there.")
     ] = DEFAULT_TREE,
     dtype: DtypeFlag = None,
+    mesh: MeshFlag = None,
     plot: PlotFlag = None,
     as_json: JsonFlag = False,
     compile_cache: CompileCacheFlag = None,
@@ -217,7 +220,7 @@ def train_draft(
     dtype = dtype_of(dtype)
     if stored is not None and stored.dtype != dtype:
         raise InputError(f"{features}: recorded in {stored.dtype}; give --dtype {stored.dtype}")
-    numerics = Numerics(dtype=dtype)
+    numerics = Numerics(dtype=dtype, mesh=mesh_of(mesh, None))
     with Display() as display:
         model = load_target(directory, numerics, progress=display.progress)
         most = model.config.max_position_embeddings
@@ -287,7 +290,8 @@ def _start(
     from jaxspec.fresh_draft import fresh_draft
 
     if draft is not None:
-        return load_draft(draft, Numerics(dtype="float32"), target=target)
+        numerics = Numerics(dtype="float32", mesh=target.numerics.mesh)
+        return load_draft(draft, numerics, target=target)
     vocab_size = target.config.vocab_size
     ids = learned.frequent_ids(vocab_size, shape.num_ids(vocab_size))
     return fresh_draft(target, shape, ids, seed)

@@ -1,4 +1,4 @@
-"""All that devices say to each other, each time within a group: along the mesh's axis `model`.
+"""All that devices say to each other, nearly always within a group: along the mesh's axis `model`.
 
 A step runs whole inside one `shard_map` (`sharding.py`), on local heads, experts and columns of the
 vocabulary, and crosses devices only here. `mesh` None is one device, and each of these functions is
@@ -8,10 +8,12 @@ Devices of a group cannot come to differ. The residual stream, the router's scor
 are the same bits on each: an all-gather copies bits, and an all-reduce hands everybody the same
 sums. Every decision (experts, tree, tokens, what is accepted, when to stop) is taken from them,
 by the same program, on every device alike; none is taken from a part that only one device has.
-Groups say nothing to each other: their loops may turn differently often.
+Groups say nothing to each other: their loops may turn differently often. Only in training they do,
+where all take part in one loss, and in every gradient.
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -31,11 +33,15 @@ __all__ = [
     "attend_latents",
     "held_experts",
     "look_up",
+    "over_groups",
     "padded_slots",
+    "share",
     "stripe_of",
+    "whole_gradient",
 ]
 
 GROUP = "model"
+GROUPS = "data"
 
 
 def _is_alone(mesh: MeshConfig | None) -> bool:
@@ -103,6 +109,42 @@ def stripe_of(mesh: MeshConfig | None) -> Stripe | None:
     if mesh is None or _is_alone(mesh) or mesh.cache == "replicated":
         return None
     return Stripe(lax.axis_index(GROUP), mesh.model)
+
+
+def over_groups(x: jax.Array, mesh: MeshConfig | None) -> jax.Array:
+    """The sum over all groups of what each has of its sequences."""
+    return x if mesh is None or mesh.data == 1 else lax.psum(x, GROUPS)
+
+
+def share(value: jax.Array, mesh: MeshConfig | None) -> jax.Array:
+    """This device's share of a value that all devices have alike: what is to be differentiated.
+
+    A gradient within a `shard_map` is that of the sum, over all devices, of what each returns: the
+    transposed exchanges carry to each device what all of them owe to its part. Of a value that
+    every device has, the sum would be as many times too large.
+    """
+    return value if mesh is None else value / (mesh.data * mesh.model)
+
+
+def whole_gradient(
+    gradient: dict[str, jax.Array], cuts: Mapping[str, Any], mesh: MeshConfig | None
+) -> dict[str, jax.Array]:
+    """The gradient by this device's copies and parts of the parameters, as one by the parameters.
+
+    The copies of a parameter add up: over the groups, and within one where it is not cut.
+
+    Args:
+      cuts: how each parameter is cut; see `sharding.spec_of`.
+    """
+    if mesh is None:
+        return gradient
+    sizes = {GROUPS: mesh.data, GROUP: mesh.model}
+
+    def summed(name: str, part: jax.Array) -> jax.Array:
+        over = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in cuts[name])
+        return lax.psum(part, over) if over else part
+
+    return {name: summed(name, part) for name, part in gradient.items()}
 
 
 def padded_slots(slots: int, mesh: MeshConfig | None) -> int:

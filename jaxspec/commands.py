@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxspec.aliases import Convention
 from jaxspec.ceiling import accept_ceiling
 from jaxspec.checkpoint import load_draft, load_target, locate
@@ -57,6 +59,7 @@ __all__ = [
     "run_record_features",
     "run_tokenize",
     "tokenizer_of",
+    "unread_settings",
 ]
 
 
@@ -158,15 +161,21 @@ class GenerateFlags:
     with_ceiling: bool = False
 
 
-def load(models: ModelFlags, display: Display) -> tuple[Target, Draft | None]:
-    """The models, loaded."""
+def load(
+    models: ModelFlags, display: Display, is_draft_alone: bool = False
+) -> tuple[Target, Draft | None]:
+    """The models, loaded.
+
+    Args:
+      is_draft_alone: the draft on one device, wherever the target is.
+    """
     draft_directory = models.draft_directory
     target = load_target(models.target_directory, models.numerics, progress=display.progress)
     if draft_directory is None:
         return target, None
     draft = load_draft(
         draft_directory,
-        models.numerics,
+        dataclasses.replace(models.numerics, mesh=None) if is_draft_alone else models.numerics,
         target=target,
         capture_convention=models.capture_convention,
         capture=models.capture,
@@ -280,6 +289,13 @@ def tokenizer_of(models: ModelFlags, prompts: PromptFlags) -> Tokenizer | None:
     return tokenizer
 
 
+def unread_settings(prompts: Sequence[EncodedPrompt]) -> str | None:
+    """Which prompts have settings of their own, where none is sampled by; None for none."""
+    names = [prompt.id for prompt in prompts if prompt.settings]
+    more = f" and {len(names) - 1} others" if len(names) > 1 else ""
+    return f"'sampling' of prompt {names[0]!r}{more} plays no part" if names else None
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenizeReport:
     """Prompts with their ids, and the tokenizer that made them."""
@@ -288,7 +304,8 @@ class TokenizeReport:
     tokenizer: Tokenizer
 
     def to_dict(self) -> dict[str, Any]:
-        """The `--json` object; `pieces` are the texts of the tokens, control tokens by name."""
+        """The `--json` object: `pieces` are the texts of the tokens, control tokens by name, and
+        `sampling` are a prompt's own settings, as its file has them."""
         return {
             "target": str(self.tokenizer.directory),
             "prompts": [
@@ -296,6 +313,7 @@ class TokenizeReport:
                     "id": prompt.id,
                     "category": prompt.category,
                     "ids": list(prompt.ids),
+                    "sampling": dict(prompt.settings),
                     "pieces": [self.tokenizer.piece(i) for i in prompt.ids],
                 }
                 for prompt in self.prompts
@@ -336,6 +354,8 @@ def run_record(
         target, draft = load(models, display)
         longest = max(len(prompt.ids) for prompt in encoded)
         check_prompts(encoded, target.config.vocab_size, context_length=longest + 1)
+    if said := unread_settings(encoded):
+        display.say(f"{said}: nothing is sampled here")
     _check_same(encoded, target, draft)
     config = RecordConfig(boundaries, models.claim(target), top)
     sequences = [prompt.ids for prompt in encoded]
@@ -365,8 +385,8 @@ def run_record_features(
     only = PromptFlags(prompt_file=source), PromptFlags(tokens=source)
     if source is None or data not in only:
         raise InputError("--features reads --prompt-file or --tokens, and nothing beside")
-    if models.numerics.mesh is not None:
-        raise InputError("--features over a mesh is not done: leave out --mesh")
+    if jax.process_count() > 1:
+        raise InputError("--features is recorded by one process: leave out --coordinator")
     if (capture is None) == (models.draft == "none"):
         raise InputError("--features are those of --capture with --draft none, or of a --draft")
     target, draft = load(models, display)

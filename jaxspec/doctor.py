@@ -9,16 +9,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from flax import nnx
 
 from jaxspec.aliases import Progress
+from jaxspec.ceiling import accept_ceiling
+from jaxspec.config import TreeConfig
+from jaxspec.convert.prepare import abstract_draft
 from jaxspec.doctor_readings import FAMILIES, Case, Family, Reading, readings_of
-from jaxspec.doctor_report import DoctorReport, Figures, ReadingReport
+from jaxspec.doctor_report import DoctorReport, Figures, ReadingReport, TreeFigures
 from jaxspec.doctor_scores import DoctorConfig, Scores, States, read_states, score_all
 from jaxspec.doctor_texts import Text, num_steps, replay
 from jaxspec.draft import Draft
 from jaxspec.errors import InputError
 from jaxspec.report import command, machine
+from jaxspec.requests import Request
 from jaxspec.target import Target
+from jaxspec.walk import Walker, steps_along
 
 __all__ = ["diagnose"]
 
@@ -43,7 +49,10 @@ def diagnose(
 ) -> DoctorReport:
     """The draft as declared, and under all other readings, on the texts.
 
+    A target on a mesh reads them there; the draft, which is one layer or a few, on one device.
+
     Args:
+      draft: loaded without a mesh.
       texts: or the states of an earlier pass over them, which hold every boundary wanted here.
       families: of the readings that are tried.
       declared: how the engine runs the draft; None is as the checkpoint says, and as EAGLE-3 does.
@@ -55,19 +64,26 @@ def diagnose(
       InputError: a text is a single token, or too little is left to say anything.
     """
     config.check()
-    if target.numerics.mesh is not None:
-        raise InputError("doctor reads with one device: load target and draft without a mesh")
+    if draft.numerics.mesh is not None:
+        raise InputError(
+            f"doctor: the draft is on mesh {draft.numerics.mesh}, and is read on one device: load "
+            "it without a mesh, and the target on one"
+        )
     want = draft.config.boundaries
     target.asked_for(want).require(want, "doctor")
     declared = declared or Case.declared(draft)
-    readings = readings_of(declared, target, families)
+    ends = target.on_one_device()
+    readings = readings_of(declared, ends, families)
     cases = [declared, *(reading.case for reading in readings)]
     states = texts
     if not isinstance(states, States):
         wanted = sorted({b for case in cases for b in case.boundaries})
         states = read_states(target, states, wanted, config.batch_size, progress)
-    scored = score_all(target, states, cases, config, progress)
+    scored = score_all(ends, states, cases, config, progress)
     report = _report(target, draft, states, readings, scored, config)
+    if config.tree is not None:
+        of_tree = _of_tree(target, draft, states.texts, config, config.tree, progress)
+        report = dataclasses.replace(report, of_tree=of_tree)
     if any(text.accepted is None for text in states.texts):
         return report
     observed = replay(engine, states.texts, scored[0].is_next, scored[-1].is_next)
@@ -140,6 +156,34 @@ def _report(
         machine=machine(),
         command=command(),
     )
+
+
+def _of_tree(
+    target: Target,
+    draft: Draft,
+    texts: Sequence[Text],
+    config: DoctorConfig,
+    tree: TreeConfig,
+    progress: Progress | None,
+) -> TreeFigures:
+    """What a tree accepts along the texts, of the draft and of the target's own probabilities."""
+    pairs = [(text.ids[: text.first_root], text.ids[text.first_root :]) for text in texts]
+    longest = max(len(text.ids) for text in texts)
+    most = max(text.num_from_steps for text in texts)
+    # The draft as the target's mesh would have it, whose parts it then gets.
+    numerics = dataclasses.replace(draft.numerics, mesh=target.numerics.mesh)
+    graph, _ = nnx.split(abstract_draft(draft.config, numerics, draft.identity))
+    beside = nnx.merge(graph, nnx.split(draft)[1])
+    walker = Walker(target, beside, longest, most, config.batch_size)
+    accepted = walker.accepted(pairs, [tree], progress)[tree]
+    requests = [Request(prompt, temperature=1.0) for prompt, _ in pairs]
+    written = [written for _, written in pairs]
+    batch = config.batch_size
+    best = accept_ceiling(target, requests, written, tree, batch_size=batch, progress=progress)
+    emitted = sum(text.num_from_steps for text in texts)
+    num_steps = sum(len(steps_along(of_text)) for of_text in accepted)
+    assert best.accept_length is not None, "a text has steps"
+    return TreeFigures(str(tree), emitted / num_steps, best.accept_length)
 
 
 def _clusters(counts: np.ndarray) -> list[tuple[Any, ...]]:

@@ -19,7 +19,7 @@ from jaxspec.config import LatentDraftConfig, RotaryConfig
 from jaxspec.contracts import Boundaries
 from jaxspec.convert.prepare import abstract_draft, parameters_of
 from jaxspec.draft import Borrowed, Draft
-from jaxspec.target import Target
+from jaxspec.target import Ends
 
 __all__ = ["FAMILIES", "Case", "Family", "Reading", "readings_of"]
 
@@ -76,10 +76,10 @@ class Family:
 
     name: str
     fault: str
-    variants: Callable[[Case, Target], Variants]
+    variants: Callable[[Case, Ends], Variants]
 
 
-def readings_of(case: Case, target: Target, families: tuple[Family, ...]) -> list[Reading]:
+def readings_of(case: Case, target: Ends, families: tuple[Family, ...]) -> list[Reading]:
     """All readings of a declared case that its shapes allow, each once."""
     found: dict[str, Reading] = {}
     for family in families:
@@ -88,7 +88,7 @@ def readings_of(case: Case, target: Target, families: tuple[Family, ...]) -> lis
     return list(found.values())
 
 
-def _boundaries(case: Case, target: Target) -> Variants:
+def _boundaries(case: Case, target: Ends) -> Variants:
     """Both conventions, the frameworks' defaults, and one boundary in place of another."""
     ids, last = case.boundaries, target.config.num_hidden_layers
     defaults = (2, last // 2, last - 3)
@@ -105,7 +105,7 @@ def _boundaries(case: Case, target: Target) -> Variants:
             yield _of_boundaries(case, other)
 
 
-def _order(case: Case, target: Target) -> Variants:
+def _order(case: Case, target: Ends) -> Variants:
     ids = case.boundaries
     orders = itertools.permutations(ids) if len(ids) <= 3 else iter([ids[::-1]])
     for other in dict.fromkeys(orders):
@@ -118,7 +118,7 @@ def _of_boundaries(case: Case, ids: tuple[int, ...]) -> tuple[str, str, Case]:
     return f"boundaries {ids}", change, dataclasses.replace(case, boundaries=ids)
 
 
-def _lag(case: Case, target: Target) -> Variants:
+def _lag(case: Case, target: Ends) -> Variants:
     for by in (-1, 1):
         behind = 1 + case.lag + by
         change = "how features and tokens are paired; EAGLE-3 has token t + 1 with features of t"
@@ -126,13 +126,13 @@ def _lag(case: Case, target: Target) -> Variants:
         yield f"features {behind} behind their token", change, other
 
 
-def _positions(case: Case, target: Target) -> Variants:
+def _positions(case: Case, target: Ends) -> Variants:
     for by, name in ((1, "one further on"), (-1, "one further back")):
         other = dataclasses.replace(case, drafted_pos=case.drafted_pos + by)
         yield f"drafted tokens {name}", "the engine's positions of drafted tokens", other
 
 
-def _feature_norms(case: Case, target: Target) -> Variants:
+def _feature_norms(case: Case, target: Ends) -> Variants:
     c = case.draft.config
     other = dataclasses.replace(case, final_norm=not case.final_norm)
     name = "boundaries before the final norm" if case.final_norm else "boundaries normed as outputs"
@@ -150,10 +150,10 @@ def _feature_norms(case: Case, target: Target) -> Variants:
         yield f"{flag}, weights of one", f"{flag} true", dataclasses.replace(case, draft=draft)
 
 
-def _flag(flag: str) -> Callable[[Case, Target], Variants]:
+def _flag(flag: str) -> Callable[[Case, Ends], Variants]:
     """The other value of one flag of the config."""
 
-    def variants(case: Case, target: Target) -> Variants:
+    def variants(case: Case, target: Ends) -> Variants:
         value = not getattr(case.draft.config, flag)
         said = f"{flag} {str(value).lower()}"
         draft = _changed(case.draft, **{flag: value})
@@ -162,7 +162,7 @@ def _flag(flag: str) -> Callable[[Case, Target], Variants]:
     return variants
 
 
-def _rotary(case: Case, target: Target) -> Variants:
+def _rotary(case: Case, target: Ends) -> Variants:
     stated, of_target = case.draft.config.rotary, target.config.rotary
 
     def reading(name: str, json: str, other: RotaryConfig) -> tuple[str, str, Case]:
@@ -181,7 +181,7 @@ def _rotary(case: Case, target: Target) -> Variants:
         yield reading("scaled as the target's", '"rope_scaling": {the target\'s}', other)
 
 
-def _pairing(case: Case, target: Target) -> Variants:
+def _pairing(case: Case, target: Ends) -> Variants:
     c = case.draft.config
     other: RotaryConfig = dataclasses.replace(
         c.rotary, kind="halves" if c.rotary.kind == "pairs" else "pairs"
@@ -194,7 +194,7 @@ def _pairing(case: Case, target: Target) -> Variants:
     yield f"rotary {other.kind}", change, dataclasses.replace(case, draft=draft)
 
 
-def _vocabulary(case: Case, target: Target) -> Variants:
+def _vocabulary(case: Case, target: Ends) -> Variants:
     """`d2t` read otherwise, where that gives a token to every draft id, and no two the same."""
     ids, vocab_size = np.asarray(case.draft.target_of_draft[...]), case.draft.config.vocab_size
     own = np.arange(len(ids), dtype=ids.dtype)
@@ -209,7 +209,7 @@ def _vocabulary(case: Case, target: Target) -> Variants:
             yield name, change, dataclasses.replace(case, draft=draft)
 
 
-def _halves(case: Case, target: Target) -> Variants:
+def _halves(case: Case, target: Ends) -> Variants:
     """The rows of the attention's inputs, of the embedding and of the hidden state, exchanged."""
     latent = isinstance(case.draft.config, LatentDraftConfig)
     names = ("q_a", "kv_a") if latent else ("query", "key", "value")
@@ -222,7 +222,7 @@ def _halves(case: Case, target: Target) -> Variants:
     yield "hidden state before the embedding", change, dataclasses.replace(case, draft=draft)
 
 
-def _borrowed(case: Case, target: Target) -> Variants:
+def _borrowed(case: Case, target: Ends) -> Variants:
     c, lent, dtype = case.draft.config, Borrowed.of(target), case.draft.numerics.jnp_dtype
     if c.has_embedding:
         draft = _changed(case.draft, {"embed": lent.embed.astype(dtype)})
@@ -235,7 +235,7 @@ def _borrowed(case: Case, target: Target) -> Variants:
         yield "the target's head", change, dataclasses.replace(case, draft=draft)
 
 
-def _dtype(case: Case, target: Target) -> Variants:
+def _dtype(case: Case, target: Ends) -> Variants:
     now = case.draft.numerics
     other = "float32" if now.dtype == "bfloat16" else "bfloat16"
     numerics = dataclasses.replace(now, dtype=other)

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
-__all__ = ["DoctorReport", "Figures", "Observed", "ReadingReport", "Verdict"]
+__all__ = ["DoctorReport", "Figures", "Observed", "ReadingReport", "TreeFigures", "Verdict"]
 
 Verdict = Literal["better", "indistinguishable", "worse"]
 LEAST_LENGTH = 0.01
@@ -104,6 +104,21 @@ class Observed:
 
 
 @dataclasses.dataclass(frozen=True)
+class TreeFigures:
+    """Tokens per step, bonus included, of a tree along the texts.
+
+    Attributes:
+      tree: as in "3x4x16".
+      accept_length: with the draft as its checkpoint states it.
+      ceiling: of the same tree grown from the target's own probabilities, at temperature 1.
+    """
+
+    tree: str
+    accept_length: float
+    ceiling: float
+
+
+@dataclasses.dataclass(frozen=True)
 class DoctorReport:
     """A draft as declared, and under other readings.
 
@@ -116,6 +131,7 @@ class DoctorReport:
       rivals: those that beat the declared one too, and cannot be told from the best.
       machine, command: where and how this was measured.
       observed: another engine's run against these weights; None where none was given.
+      of_tree: figures of a tree that was asked for; None where only the chain was.
     """
 
     target: str
@@ -134,6 +150,7 @@ class DoctorReport:
     machine: str
     command: str
     observed: Observed | None = None
+    of_tree: TreeFigures | None = None
 
     @property
     def best(self) -> ReadingReport | None:
@@ -158,13 +175,19 @@ class DoctorReport:
     def _of_the_draft(self) -> str:
         best, now = self.best, self.declared
         share = f"top-1 {now.top1[0]:.1%}, accept_length {_of(now, self.ceiling)}"
+        if (tree := self.of_tree) is not None:
+            share += (
+                f", of the tree {tree.tree} {tree.accept_length:.2f} of at best {tree.ceiling:.2f}"
+            )
         if best is None:
             return (
                 f"as declared: none of {len(self.readings)} other readings explains the target "
                 f"better. {share}"
             )
         others = ", or ".join(self.rivals)
-        or_else = f" (or {others}: these texts cannot tell)" if others else ""
+        or_else = (
+            f" (or {others}: these texts cannot tell; longer or more ones may)" if others else ""
+        )
         return (
             f"not as declared: {best.fault}; {best.name} is what it fits best{or_else}. Change "
             f"{best.change}. {share}; so read {best.figures.top1[0]:.1%} and "

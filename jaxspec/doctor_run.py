@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxspec.commands import ModelFlags, PromptFlags, load, tokenizer_of
+from jaxspec.commands import ModelFlags, PromptFlags, load, tokenizer_of, unread_settings
 from jaxspec.console import Display
 from jaxspec.convert.pairing import fingerprint_of
 from jaxspec.doctor import diagnose
@@ -13,9 +13,12 @@ from jaxspec.doctor_scores import DoctorConfig
 from jaxspec.doctor_texts import Text, read_observed, write_on
 from jaxspec.environment import SHIPPED_PROMPTS
 from jaxspec.errors import InputError
+from jaxspec.prompts import EncodedPrompt
 from jaxspec.target import Target
+from jaxspec.text import SamplingConfig
+from jaxspec.tokenizer import Tokenizer
 
-__all__ = ["DoctorFlags", "check_texts", "prompt_texts", "run_doctor"]
+__all__ = ["DoctorFlags", "check_texts", "prompts_within", "run_doctor"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +29,7 @@ class DoctorFlags:
       prompts: none at all are those that ship, for the shipped target.
       observed: a run file, whose texts are read in place of prompts.
       max_new_tokens: that the target writes after each prompt; 0 reads the prompts as they are.
-      temperature: of what it writes; 0 is greedy.
+      temperature: of what it writes after prompts that do not say; 0 is greedy.
       context_length: tokens of a text; a longer prompt is cut at its end.
     """
 
@@ -47,6 +50,7 @@ def run_doctor(flags: DoctorFlags, display: Display) -> DoctorReport:
       ContractError: draft and target do not belong together.
     """
     models, config, observed = flags.models, flags.config, None
+    prompts, tokenizer, sampling = [], None, SamplingConfig(flags.temperature)
     config.check()
     if models.draft == "none":
         raise InputError("--draft none: there is nothing to find out about")
@@ -57,14 +61,19 @@ def run_doctor(flags: DoctorFlags, display: Display) -> DoctorReport:
         )
     if flags.observed is None:
         room = flags.context_length - flags.max_new_tokens
-        texts = prompt_texts(models, flags.prompts, room, display)
+        prompts, tokenizer = prompts_within(models, flags.prompts, room, display)
+        texts = [Text.of(prompt) for prompt in prompts]
+        if flags.max_new_tokens:
+            sampling.check(prompts, has_text=tokenizer is not None)
+        elif said := unread_settings(prompts):
+            display.say(f"{said}: with --max-new-tokens 0 nothing is written")
     else:
         if flags.prompts != PromptFlags():
             raise InputError("--observed brings its own prompts: give no others")
         observed = read_observed(flags.observed)
         texts = observed.texts
         config = dataclasses.replace(config, levels=observed.levels)
-    target, draft = load(models, display)
+    target, draft = load(models, display, is_draft_alone=True)
     assert draft is not None, "checked above"
     ran = None if observed is None else observed.target_hash
     if ran is not None and fingerprint_of(ran) != fingerprint_of(target.identity):
@@ -79,7 +88,7 @@ def run_doctor(flags: DoctorFlags, display: Display) -> DoctorReport:
     if flags.observed is None and flags.max_new_tokens:
         with display.waiting("the target writes"):
             texts = write_on(
-                target, texts, flags.max_new_tokens, flags.temperature, config.batch_size
+                target, prompts, tokenizer, sampling, flags.max_new_tokens, config.batch_size
             )
     engine = "the engine" if observed is None else observed.engine
     report = diagnose(target, draft, texts, config, engine=engine, progress=display.progress)
@@ -104,8 +113,11 @@ def check_texts(texts: Sequence[Text], target: Target) -> None:
             )
 
 
-def prompt_texts(models: ModelFlags, asked: PromptFlags, room: int, display: Display) -> list[Text]:
-    """The prompts as ids, cut to the room that there is; none at all are those that ship.
+def prompts_within(
+    models: ModelFlags, asked: PromptFlags, room: int, display: Display
+) -> tuple[list[EncodedPrompt], Tokenizer | None]:
+    """The prompts, cut to the room that there is, and who made ids of them; none at all are those
+    that ship.
 
     Raises:
       InputError: no prompt for another target than the shipped one, or one cannot be used.
@@ -117,15 +129,15 @@ def prompt_texts(models: ModelFlags, asked: PromptFlags, room: int, display: Dis
                 "for the target that ships"
             )
         asked = dataclasses.replace(asked, prompt_file=SHIPPED_PROMPTS)
-    prompts, texts = asked.read(tokenizer_of(models, asked)), []
+    tokenizer = tokenizer_of(models, asked)
+    prompts = asked.read(tokenizer)
     for prompt in prompts:
         if len(prompt.ids) < 2:
             raise InputError(
                 f"{prompt.where}: a single token, of which a draft can tell nothing; give longer "
                 "prompts"
             )
-        texts.append(Text(prompt.id, prompt.ids[:room], min(len(prompt.ids), room)))
     num_cut = sum(len(prompt.ids) > room for prompt in prompts)
     if num_cut:
         display.say(f"{num_cut} prompts are longer than --context-length allows, and cut")
-    return texts
+    return [dataclasses.replace(prompt, ids=prompt.ids[:room]) for prompt in prompts], tokenizer

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.aliases import Progress
 from jaxspec.cache import joined
+from jaxspec.config import TreeConfig
 from jaxspec.contracts import Features, TargetIds
 from jaxspec.dims import typed
 from jaxspec.doctor_readings import Case
@@ -30,7 +31,7 @@ from jaxspec.errors import InputError
 from jaxspec.layers import full_f32
 from jaxspec.mla import Pass
 from jaxspec.recording import RecordConfig, record
-from jaxspec.target import Target
+from jaxspec.target import Ends, Target
 
 __all__ = ["DoctorConfig", "Scores", "States", "read_states", "score_all"]
 
@@ -49,16 +50,20 @@ class DoctorConfig:
       levels: drafted tokens per step of the chain.
       top: how many guesses count for top-k agreement.
       batch_size: texts at a time.
+      tree: whose accept_length and ceiling are wanted beside the chain's; None for none.
     """
 
     levels: int = 3
     top: int = 4
     batch_size: int = 8
+    tree: TreeConfig | None = None
 
     def check(self) -> None:
         """Raises InputError where nothing can be measured so."""
         if self.levels < 1 or self.top < 1 or self.batch_size < 1:
             raise InputError("levels, top and batch_size start at 1")
+        if self.tree is not None:
+            self.tree.check()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +162,7 @@ class Scores:
 
 
 def score_all(
-    target: Target,
+    target: Ends,
     states: States,
     cases: Sequence[Case],
     config: DoctorConfig,
@@ -188,7 +193,7 @@ def score_all(
 
 
 def _run(
-    target: Target,
+    target: Ends,
     states: States,
     rows: Sequence[int],
     case: Case,

@@ -11,9 +11,11 @@ from jaxspec.config import TreeConfig
 from jaxspec.doctor_report import Observed
 from jaxspec.errors import InputError
 from jaxspec.generator import GenerateConfig, Generator
-from jaxspec.requests import Request
+from jaxspec.prompts import EncodedPrompt
 from jaxspec.run_comparison import difference_interval, read_run
 from jaxspec.target import Target
+from jaxspec.text import SamplingConfig, TextRun
+from jaxspec.tokenizer import Tokenizer
 
 __all__ = [
     "ObservedRun",
@@ -43,6 +45,11 @@ class Text:
     ids: tuple[int, ...]
     prompt_len: int
     accepted: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, prompt: EncodedPrompt) -> "Text":
+        """A prompt alone."""
+        return cls(prompt.id, prompt.ids, len(prompt.ids))
 
     @property
     def first_root(self) -> int:
@@ -75,16 +82,29 @@ def loop_start(ids: Sequence[int], min_loop: int = MIN_LOOP) -> int | None:
 
 
 def write_on(
-    target: Target, prompts: Sequence[Text], num_tokens: int, temperature: float, batch_size: int
+    target: Target,
+    prompts: Sequence[EncodedPrompt],
+    tokenizer: Tokenizer | None,
+    sampling: SamplingConfig,
+    num_tokens: int,
+    batch_size: int,
 ) -> list[Text]:
-    """The prompts with the target's own continuations, by plain decoding; seeds count up from 0."""
+    """The prompts with the target's own continuations, by plain decoding.
+
+    A prompt's own settings come before `sampling`, as when text is generated.
+
+    Args:
+      num_tokens: of a prompt that does not say; and all have room for so many, and no more.
+
+    Raises:
+      InputError: a prompt or a setting that cannot be used.
+    """
     slots = max(len(prompt.ids) for prompt in prompts) + num_tokens
     config = GenerateConfig(None, num_tokens, slots, batch_size)
-    requests = [Request(prompt.ids, temperature, seed=seed) for seed, prompt in enumerate(prompts)]
-    completions = Generator(target, None, config).run(requests).completions
+    reports = TextRun(Generator(target, None, config), prompts, tokenizer, sampling).finish()
     return [
-        dataclasses.replace(prompt, ids=prompt.ids + done.tokens)
-        for prompt, done in zip(prompts, completions, strict=True)
+        Text(prompt.id, prompt.ids + report.completion.tokens, len(prompt.ids))
+        for prompt, report in zip(prompts, reports, strict=True)
     ]
 
 

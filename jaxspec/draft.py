@@ -150,8 +150,7 @@ class Draft(nnx.Module):
         c, rows = self.config, (self.config.num_hidden_layers, batch, slots)
         if isinstance(c, LatentDraftConfig):
             return empty_latents(c, self.numerics, *rows)
-        assert isinstance(c, LlamaDraftConfig), "there are these two kinds"
-        return empty_key_values(c, self.numerics, *rows)
+        return empty_key_values(self.attention, self.numerics, *rows)
 
     @property
     def stripe(self) -> Stripe | None:

@@ -176,7 +176,8 @@ class FeatureFiles:
         if tokens.ndim != 1 or len(shape) != 3 or shape[0] != len(tokens) or shape[1] < 2:
             raise InputError(
                 f"{file}: hidden_states {list(shape)} of token_ids {list(tokens.shape)}; expected "
-                "[T, layers, width] of [T], and two layers at least: speculators' --include-last-layer adds the last"
+                "[T, layers, width] of [T], and two layers at least: speculators' "
+                "--include-last-layer adds the last"
             )
         is_said = None
         if self.masks:

@@ -68,6 +68,8 @@ class DraftShape:
 def fresh_draft(target: Target, shape: DraftShape, ids_U: np.ndarray, seed: int) -> Draft:
     """A draft in f32, random but for head and final norm, which begin as the target's.
 
+    It is the same one whatever the target's mesh.
+
     Args:
       ids_U: the target's ids that its vocabulary stands for, ascending.
 
@@ -75,7 +77,8 @@ def fresh_draft(target: Target, shape: DraftShape, ids_U: np.ndarray, seed: int)
       InputError: there is no such boundary, or no such size.
     """
     config = _config(target, shape, len(ids_U))
-    draft = Draft(config, Numerics(dtype="float32"), nnx.Rngs(seed), "fresh")
+    numerics = Numerics(dtype="float32", mesh=target.numerics.mesh)
+    draft = Draft(config, numerics, nnx.Rngs(seed), "fresh")
     draft.target_of_draft.set_value(jnp.asarray(ids_U, jnp.int32))
     draft.norm.weight.set_value(target.norm.weight[...].astype(jnp.float32))
     if draft.head is not None:

@@ -63,8 +63,12 @@ class GroupedAttention(nnx.Module):
         return jnp.einsum("btnh,nhd->btd", mixed_BTNH, self.out[...]), rows
 
 
-def empty_key_values(config: LlamaDraftConfig, numerics: Numerics, *rows: int) -> KeyValues:
-    """A cache for [layers, sequences, slots]; its contents mean nothing yet."""
+def empty_key_values(attention: GroupedAttention, numerics: Numerics, *rows: int) -> KeyValues:
+    """A cache for [layers, sequences, slots]; its contents mean nothing yet.
+
+    It has the heads that `attention` holds: within a program on a mesh, this device's.
+    """
     layers, batch, slots = rows
-    shape = (layers, config.num_key_value_heads, batch, slots, config.head_dim)
+    heads, width = attention.key.get_value().shape[-2:]
+    shape = (layers, heads, batch, slots, width)
     return KeyValues(jnp.zeros(shape, numerics.jnp_dtype), jnp.zeros(shape, numerics.jnp_dtype))

@@ -181,7 +181,7 @@ def draw(report: ProfileReport, path: Path) -> None:
     axes.plot([], [], color="black", linewidth=2.5, label="whole step, no profiler")
     axes.set_yticks(range(len(steps)), [_name(step) for step in steps])
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.22 * max(*start, *(step.step_ms for step in steps)))
+    axes.set_xlim(0, 1.25 * max(*start, *(step.step_ms for step in steps)))
     axes.set_xlabel("ms in a step, measured")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.22), ncols=5, frameon=False)

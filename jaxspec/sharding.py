@@ -3,7 +3,7 @@
 A mesh has the axes `data` and `model`. `AXES` names the axes of every parameter, of every array of
 the state and of every input; `RULES` says which of these names a mesh axis cuts. Programs run whole
 inside one `shard_map` on what each device has, and talk only in `collectives.py`: nothing is left
-for XLA's partitioner to guess.
+for XLA's partitioner to guess. (But an optimiser's update, which is no part of any step.)
 """
 
 import dataclasses
@@ -238,8 +238,11 @@ class Devices:
         )
 
 
-def devices_of(target: Any, draft: Any | None, batch: int) -> Devices | None:
+def devices_of(target: Any, draft: Any | None, batch: int | None) -> Devices | None:
     """The devices that a target and a draft are computed on, by their numerics; None without mesh.
+
+    Args:
+      batch: None where it is not known yet.
 
     Raises:
       InputError: there are too few, or they do not cut the models or the batch evenly.
@@ -252,7 +255,8 @@ def devices_of(target: Any, draft: Any | None, batch: int) -> Devices | None:
     check_target(mesh, target.config)
     if draft is not None:
         check_draft(mesh, draft.config)
-    check_batch(mesh, batch)
+    if batch is not None:
+        check_batch(mesh, batch)
     return Devices.of(mesh)
 
 

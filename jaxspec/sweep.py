@@ -26,12 +26,14 @@ from jaxspec.config import TreeConfig
 from jaxspec.doctor_texts import Text, loop_start, write_on
 from jaxspec.draft import Draft
 from jaxspec.errors import InputError
+from jaxspec.prompts import EncodedPrompt
 from jaxspec.report import command, machine
 from jaxspec.sweep_config import SweepConfig
 from jaxspec.sweep_log import SweepLog
 from jaxspec.sweep_report import SweepReport, report_of
 from jaxspec.sweep_timing import Timer
 from jaxspec.target import Target
+from jaxspec.text import SamplingConfig
 from jaxspec.version import version
 from jaxspec.walk import Walker, steps_along
 
@@ -155,7 +157,9 @@ def _texts(
     if entry is None:
         surprise, uniform = _surprise(walker, prompts, target.config.vocab_size)
         show("the target writes", 0, 1)
-        written = write_on(target, prompts, config.max_new_tokens, config.temperature, batch)
+        asked = [EncodedPrompt(prompt.id, prompt.ids) for prompt in prompts]
+        sampling = SamplingConfig(config.temperature)
+        written = write_on(target, asked, None, sampling, config.max_new_tokens, batch)
         show("the target writes", 1, 1)
         texts = [
             {

@@ -12,11 +12,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from jaxspec.commands import ModelFlags, PromptFlags, load
+from jaxspec.commands import ModelFlags, PromptFlags, load, unread_settings
 from jaxspec.config import MeshConfig, TreeConfig
 from jaxspec.console import Display
 from jaxspec.contracts import ContractError
-from jaxspec.doctor_run import check_texts, prompt_texts
+from jaxspec.doctor_run import check_texts, prompts_within
+from jaxspec.doctor_texts import Text
 from jaxspec.environment import start_jax
 from jaxspec.errors import InputError
 from jaxspec.plan import plan
@@ -116,7 +117,10 @@ def _measured(
     if models.draft == "none":
         raise InputError("--draft none: there is no tree to find")
     room = flags.context_length - flags.config.max_new_tokens
-    texts = prompt_texts(models, flags.prompts, room, display)
+    prompts, _ = prompts_within(models, flags.prompts, room, display)
+    if said := unread_settings(prompts):
+        display.say(f"{said}: all texts are written alike")
+    texts = [Text.of(prompt) for prompt in prompts]
     target, draft = load(models, display)
     assert draft is not None, "checked above"
     if (claim := models.claim(target)) is not None:

@@ -25,7 +25,7 @@ from jaxspec.layers import (
 from jaxspec.mla import LatentAttention, Pass, empty_latents
 from jaxspec.moe import RoutedExperts, Router, Routing
 
-__all__ = ["Target", "TargetPass"]
+__all__ = ["Ends", "Target", "TargetPass"]
 
 
 class DenseLayer(nnx.Module):
@@ -70,7 +70,45 @@ class TargetPass:
     router_margin: Float[Array, "L1 B T"]
 
 
-class Target(nnx.Module):
+class Ends(nnx.Module):
+    """What stands before a target's layers and after them: embedding, final norm and head."""
+
+    def __init__(
+        self,
+        embed: nnx.Param,
+        norm: RMSNorm,
+        head: nnx.Param,
+        config: TargetConfig,
+        numerics: Numerics,
+        identity: str,
+    ) -> None:
+        self.embed, self.norm, self.head = embed, norm, head
+        self.config, self.numerics, self.identity = config, numerics, identity
+
+    @full_f32
+    @typed
+    def logits(
+        self, hidden_BTD: Float[Array, "B T D"], *, is_normed: bool = False
+    ) -> Float[Array, "B T V"]:
+        """Logits of the next token, f32, from the last boundary, or from what its norm gave."""
+        with jax.named_scope("head"):
+            normed_BTD = hidden_BTD if is_normed else self.norm(hidden_BTD)
+            logits = jnp.matmul(normed_BTD, self.head[...], preferred_element_type=jnp.float32)
+            return all_logits(logits, self.numerics.mesh)
+
+    def on_one_device(self) -> "Ends":
+        """These, whole, where the whole of them lies on a mesh."""
+        if self.numerics.mesh is None:
+            return self
+        c, numerics = self.config, dataclasses.replace(self.numerics, mesh=None)
+        params = self.embed, self.norm.weight, self.head
+        embed, weight, head = (jnp.asarray(jax.device_get(one[...])) for one in params)
+        norm = RMSNorm(c.hidden_size, c.rms_norm_eps, numerics.jnp_dtype)
+        norm.weight.set_value(weight)
+        return Ends(nnx.Param(embed), norm, nnx.Param(head), c, numerics, self.identity)
+
+
+class Target(Ends):
     """Embedding, dense layers, sparse layers, final norm and head.
 
     Layers of a kind are one stack under `lax.scan`. `identity` names the weights
@@ -81,7 +119,7 @@ class Target(nnx.Module):
         self, config: TargetConfig, numerics: Numerics, identity: str, rngs: nnx.Rngs
     ) -> None:
         c, dtype = config, numerics.jnp_dtype
-        self.embed = weight(rngs, dtype, c.vocab_size, c.hidden_size)
+        embed = weight(rngs, dtype, c.vocab_size, c.hidden_size)
         self.dense = stack_layers(
             lambda rngs: DenseLayer(config, numerics, rngs), c.first_k_dense_replace, rngs
         )
@@ -89,9 +127,9 @@ class Target(nnx.Module):
             lambda rngs: SparseLayer(config, numerics, rngs), c.num_sparse_layers, rngs
         )
         self.experts = RoutedExperts(config, numerics, rngs)
-        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
-        self.head = weight(rngs, dtype, c.hidden_size, c.vocab_size)
-        self.config, self.numerics, self.identity = config, numerics, identity
+        norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
+        head = weight(rngs, dtype, c.hidden_size, c.vocab_size)
+        super().__init__(embed, norm, head, config, numerics, identity)
 
     def boundaries(self, ids: tuple[int, ...], origin: str) -> Boundaries:
         """The claim of features of this target.
@@ -197,17 +235,6 @@ class Target(nnx.Module):
             data_BTG = jnp.concatenate([captured_KBTD[slot_of[b]] for b in wanted], axis=-1)
             features = Features(data_BTG, capture)
         return TargetPass(x_BTD, features, rows, expert_LBTX, margin_LBT)
-
-    @full_f32
-    @typed
-    def logits(
-        self, hidden_BTD: Float[Array, "B T D"], *, is_normed: bool = False
-    ) -> Float[Array, "B T V"]:
-        """Logits of the next token, f32, from the last boundary, or from what its norm gave."""
-        with jax.named_scope("head"):
-            normed_BTD = hidden_BTD if is_normed else self.norm(hidden_BTD)
-            logits = jnp.matmul(normed_BTD, self.head[...], preferred_element_type=jnp.float32)
-            return all_logits(logits, self.numerics.mesh)
 
     def _without_padding(self, routing: Routing, at: Pass) -> Routing:
         """The routing, with no expert for tokens that are not real."""

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache import DraftCache, joined
-from jaxspec.config import Numerics
+from jaxspec.collectives import over_groups, share, whole_gradient
 from jaxspec.contracts import Boundaries, Features, TargetIds
 from jaxspec.dims import typed
 from jaxspec.draft import Borrowed, Draft
@@ -28,13 +29,25 @@ from jaxspec.errors import InputError
 from jaxspec.layers import full_f32
 from jaxspec.mla import Pass
 from jaxspec.optimizer import OptimizerConfig
+from jaxspec.sharding import devices_of, specs_of
 from jaxspec.target import Target
 
-__all__ = ["Batch", "LossConfig", "StepReport", "Sums", "TrainState", "Trainer", "draft_loss"]
+__all__ = [
+    "Batch",
+    "LossConfig",
+    "StepReport",
+    "Sums",
+    "TrainState",
+    "Trainer",
+    "draft_loss",
+    "state_cuts",
+]
 
 Labels = Literal["covered", "within"]
 FROZEN = "embed"
 """An embedding of the draft's own stays as it is, as SpecForge and speculators leave theirs."""
+OF_ROWS = P(None, "data")
+"""How `Sums` lie on a mesh."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +152,8 @@ def draft_loss(
 ) -> tuple[Float[Array, ""], Sums]:
     """The weighted loss, and its parts.
 
-    Of each step it is the mean over the positions that count in the whole batch.
+    Of each step it is the mean over the positions that count in the whole batch: on a mesh, that
+    of all groups, on every device, while the parts are of this group's sequences.
 
     Args:
       logits_BTV: the target's; no gradient goes there.
@@ -157,7 +171,7 @@ def draft_loss(
     nothing_B, cache = jnp.zeros(batch, jnp.int32), draft.empty_cache(batch, 0)
     hidden: jax.Array | None = None
     earlier: DraftCache | None = None
-    total, parts = jnp.float32(0), []
+    parts = []
     for step in range(config.num_steps):
         tokens = TargetIds(_ahead(tokens_BT, step + 1), vocab_size)
         sees_BTT = jnp.broadcast_to(sees_TT, (batch, *sees_TT.shape))
@@ -175,12 +189,15 @@ def draft_loss(
         is_right_BT = (guess_BT == _ahead(best_BT, step + 1)) & counts_BT
         loss_B = jnp.where(counts_BT, loss_BT, 0.0).sum(1)
         parts.append(Sums(loss_B, is_right_BT.sum(1), counts_BT.sum(1)))
-        mean = loss_B.sum() / jnp.maximum(counts_BT.sum(), 1).astype(jnp.float32)
-        total = total + config.step_weight**step * mean
         hidden = done.recurrent
         earlier = done.rows if earlier is None else joined(earlier, done.rows)
         sees_TT = jnp.concatenate([sees_TT, diagonal_TT], axis=1)
-    return total, jax.tree.map(lambda *of_steps: jnp.stack(of_steps), *parts)
+    sums = jax.tree.map(lambda *of_steps: jnp.stack(of_steps), *parts)
+    # [2, steps]: of each step, the loss and the positions of all groups of a mesh.
+    both = jnp.stack([sums.loss.sum(1), sums.count.sum(1).astype(jnp.float32)])
+    loss, count = over_groups(both, draft.numerics.mesh)
+    weight = jnp.asarray(config.step_weight ** np.arange(config.num_steps), jnp.float32)
+    return jnp.sum(weight * loss / jnp.maximum(count, 1.0)), sums
 
 
 def _labels(logits_BTV: jax.Array, targets_U: jax.Array, labels: Labels) -> jax.Array:
@@ -233,22 +250,24 @@ class StepReport:
 class Trainer:
     """A draft that learns from a target, one compiled step for every batch of a shape.
 
-    Parameters and optimiser are f32; both models are computed in the target's dtype.
+    Parameters and optimiser are f32; both models are computed in the target's dtype. On a mesh,
+    loss and gradient are one `shard_map`, as a step of generation is; the optimiser lies as its
+    parameters do, and what it needs of other devices, such as a norm, is left to XLA's partitioner.
     """
 
     def __init__(
         self, target: Target, draft: Draft, loss: LossConfig, optimizer: OptimizerConfig
     ) -> None:
         """Args:
-          draft: in f32. Its numerics' implementation is left alone: plain XLA has a gradient.
+          draft: in f32, on the target's mesh. Its numerics' implementation is left alone: plain
+            XLA has a gradient.
 
         Raises:
-          InputError: a config that cannot be trained with, a mesh, or nothing to train.
+          InputError: a config that cannot be trained with, or a mesh that does not fit.
         """
         loss.check()
         optimizer.check()
-        if target.numerics.mesh is not None or draft.numerics.mesh is not None:
-            raise InputError("training over a mesh is not done: load both models without one")
+        self._devices = devices_of(target, draft, None)
         self.capture: Boundaries = target.asked_for(draft.config.boundaries)
         # Contract errors before anything is compiled.
         self.capture.require(draft.config.boundaries, "train-draft")
@@ -256,7 +275,7 @@ class Trainer:
         dtype = target.numerics.jnp_dtype
         _, state = nnx.split(draft)
         self._variables = dict(nnx.to_flat_state(state))
-        numerics = Numerics(dtype=target.numerics.dtype, implementation="xla")
+        numerics = dataclasses.replace(target.numerics, implementation="xla")
         self._graph = nnx.split(
             nnx.eval_shape(lambda: Draft(draft.config, numerics, nnx.Rngs(0), draft.identity))
         )[0]
@@ -274,13 +293,23 @@ class Trainer:
         }
         self._target_graph, self._target = nnx.split(target)
         self._dtype = dtype
-        self._step = jax.jit(self._train, donate_argnums=0, static_argnums=4)
-        self._sums = jax.jit(lambda *given: self._loss(*given)[1], static_argnums=4)
+        where, self._given, self._cuts = None, (), {}
+        if (devices := self._devices) is not None:
+            models = self._start, self._target, self._fixed
+            self._start, self._target, self._fixed = models = devices.put(models)
+            self._cuts = specs_of(self._start, devices.config)
+            self._given = *specs_of(models, devices.config), P("data")
+            cuts = state_cuts(jax.eval_shape(self._new_state), self._cuts)
+            where = jax.tree.map(devices.sharding, cuts), None
+        self._step = jax.jit(self._train, donate_argnums=0, static_argnums=4, out_shardings=where)
+        self._sums = jax.jit(self._sums_of, static_argnums=4)
 
     def new_state(self) -> TrainState:
         """The state before the first step, of arrays of its own."""
-        trained = jax.tree.map(jnp.copy, self._start)
-        return TrainState(trained, self._optimizer.init(trained))
+        state = self._new_state()
+        if self._devices is None:
+            return state
+        return jax.tree.map(self._devices.put_as, state, state_cuts(state, self._cuts))
 
     def step(
         self, state: TrainState, batch: Batch, index: int = 0
@@ -292,15 +321,14 @@ class Trainer:
         Args:
           index: of the batch in its run, counted from 0.
         """
-        asked = self.loss.at(index)
-        state, report = self._step(state, self._target, self._fixed, batch, asked)
+        given = self._target, self._fixed, self._put(batch), self.loss.at(index)
+        state, report = self._step(state, *given)
         return state, jax.device_get(report)
 
     def sums(self, state: TrainState, batch: Batch) -> Sums:
         """What `draft_loss` finds on a batch that is not learned from, on the host."""
-        return jax.device_get(
-            self._sums(state.trained, self._target, self._fixed, batch, self.loss)
-        )
+        given = self._target, self._fixed, self._put(batch), self.loss
+        return jax.device_get(self._sums(state.trained, *given))
 
     def draft(self, state: TrainState) -> Draft:
         """The draft as it is now, in the target's dtype."""
@@ -308,7 +336,18 @@ class Trainer:
 
     def values(self, state: TrainState) -> dict[str, np.ndarray]:
         """All of its parameters by path, the trained ones f32."""
-        return jax.device_get(self._fixed | state.trained)
+        values = self._fixed | state.trained
+        return jax.device_get(values) if self._devices is None else self._devices.fetch(values)
+
+    def _new_state(self) -> TrainState:
+        trained = jax.tree.map(jnp.copy, self._start)
+        return TrainState(trained, self._optimizer.init(trained))
+
+    def _put(self, batch: Batch) -> Batch:
+        """The batch on a mesh's devices, each group with its sequences."""
+        if (devices := self._devices) is None:
+            return batch
+        return jax.tree.map(lambda array: devices.put_as(array, P("data")), batch)
 
     def _merged(self, trained: Mapping[str, jax.Array], fixed: Mapping[str, jax.Array]) -> Draft:
         values = {name: value.astype(self._dtype) for name, value in trained.items()} | dict(fixed)
@@ -320,11 +359,11 @@ class Trainer:
 
     def _loss(
         self,
+        asked: LossConfig,
         trained: dict[str, jax.Array],
         target_params: Any,
         fixed: Any,
         batch: Batch,
-        asked: LossConfig,
     ) -> tuple[jax.Array, Sums]:
         target = nnx.merge(self._target_graph, target_params)
         is_real_BT = jnp.arange(batch.tokens.shape[1])[None] < batch.lengths[:, None]
@@ -341,6 +380,45 @@ class Trainer:
             asked,
         )
 
+    def _sums_of(
+        self,
+        trained: dict[str, jax.Array],
+        target_params: Any,
+        fixed: Any,
+        batch: Batch,
+        asked: LossConfig,
+    ) -> Sums:
+        def sums(*given: Any) -> Sums:
+            return self._loss(asked, *given)[1]
+
+        if (devices := self._devices) is not None:
+            sums = devices.spread(sums, self._given, OF_ROWS)
+        return sums(trained, target_params, fixed, batch)
+
+    def _gradient_of(
+        self,
+        trained: dict[str, jax.Array],
+        target_params: Any,
+        fixed: Any,
+        batch: Batch,
+        asked: LossConfig,
+    ) -> tuple[tuple[jax.Array, Sums], dict[str, jax.Array]]:
+        """Loss, its parts, and the gradient."""
+        devices = self._devices
+        mesh = None if devices is None else devices.config
+
+        def gradient(trained: dict[str, jax.Array], *given: Any) -> Any:
+            def share_of_loss(trained: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
+                found = self._loss(asked, trained, *given)
+                return share(found[0], mesh), found
+
+            gradient, found = jax.grad(share_of_loss, has_aux=True)(trained)
+            return found, whole_gradient(gradient, self._cuts, mesh)
+
+        if devices is not None:
+            gradient = devices.spread(gradient, self._given, ((P(), OF_ROWS), self._cuts))
+        return gradient(trained, target_params, fixed, batch)
+
     def _train(
         self,
         state: TrainState,
@@ -349,7 +427,7 @@ class Trainer:
         batch: Batch,
         asked: LossConfig,
     ) -> tuple[TrainState, StepReport]:
-        (loss, sums), gradient = jax.value_and_grad(self._loss, has_aux=True)(
+        (loss, sums), gradient = self._gradient_of(
             state.trained, target_params, fixed, batch, asked
         )
         norm = optax.tree.norm(gradient)
@@ -361,6 +439,15 @@ class Trainer:
         kept = jax.tree.map(lambda new, old: jnp.where(is_good, new, old), learnt, state)
         largest = {name: jnp.abs(leaf).max() for name, leaf in gradient.items()}
         return kept, StepReport(loss, sums, norm, largest)
+
+
+def state_cuts(state: TrainState, cuts: Mapping[str, P]) -> Any:
+    """How a state lies on a mesh: what is kept of a parameter as that does, all else whole."""
+
+    def cut(path: tuple[Any, ...], _: Any) -> P:
+        return cuts.get(getattr(path[-1], "key", ""), P())
+
+    return jax.tree_util.tree_map_with_path(cut, state)
 
 
 def see(

@@ -6,6 +6,7 @@ from typing import Any
 from jaxspec.ceiling import accept_ceiling
 from jaxspec.config import TreeConfig
 from jaxspec.draft import Draft
+from jaxspec.errors import InputError
 from jaxspec.figures import accept_per_depth, ratio
 from jaxspec.generator import GenerateConfig, Generator
 from jaxspec.requests import Request
@@ -47,15 +48,25 @@ class Acceptance:
     def __init__(
         self, target: Target, held_out: Windows, config: AcceptanceConfig, draft: Draft
     ) -> None:
+        """Raises InputError for a prompt that leaves no room in the target's context."""
         self._target, self._config = target, config
         self._requests = _requests(held_out, config)
         self._ceiling: float | None = None
         if not self._requests:
             return
+        mesh, batch_size = target.numerics.mesh, min(8, len(self._requests))
+        if mesh is not None:
+            batch_size += -batch_size % mesh.data
         slots = min(
             config.prompt_len + config.max_new_tokens + config.tree.nodes,
             target.config.max_position_embeddings,
         )
+        longest = max(len(request.prompt_ids) for request in self._requests)
+        if longest >= slots:
+            raise InputError(
+                f"acceptance: a held-out prompt of {longest} tokens leaves no room for a new one "
+                f"in a context of {slots}; give a smaller prompt_len, or shorter windows"
+            )
         self._generator = Generator(
             target,
             draft,
@@ -63,7 +74,7 @@ class Acceptance:
                 config.tree,
                 config.max_new_tokens,
                 slots,
-                batch_size=min(8, len(self._requests)),
+                batch_size=batch_size,
                 ignore_eos=True,
             ),
         )

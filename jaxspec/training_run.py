@@ -18,6 +18,7 @@ from jaxspec.draft import Draft
 from jaxspec.errors import InputError
 from jaxspec.optimizer import OptimizerConfig
 from jaxspec.requests import check_seed
+from jaxspec.sharding import check_batch
 from jaxspec.target import Target
 from jaxspec.training import LossConfig, StepReport, Sums, Trainer, TrainState
 from jaxspec.training_acceptance import Acceptance, AcceptanceConfig
@@ -99,7 +100,8 @@ def train(
       say: called with a line after each evaluation.
 
     Raises:
-      InputError: too little data, a config that cannot be trained with, or an `out` of another run.
+      InputError: too little data, a config that cannot be trained with, a mesh that does not fit,
+        or an `out` of another run.
       FloatingPointError: a loss or a gradient that is not finite; the last checkpoint stays.
     """
     config.check()
@@ -108,6 +110,9 @@ def train(
             f"{len(learned)} windows to learn from, and {config.batch_size} make a batch: give "
             "more text, or a smaller --batch-size or --length"
         )
+    mesh = target.numerics.mesh
+    if mesh is not None:
+        check_batch(mesh, config.batch_size)
     trainer = Trainer(target, draft, config.loss, config.optimizer)
     about = _about(target, draft, learned, held_out, config)
     with Checkpoints(out, about) as checkpoints:
@@ -146,11 +151,13 @@ def train(
 def _about(
     target: Target, draft: Draft, learned: Windows, held_out: Windows, config: TrainConfig
 ) -> dict[str, Any]:
-    """What has to be the same for a run to go on."""
+    """What has to be the same for a run to go on to the same bits: another mesh sums otherwise."""
+    mesh = target.numerics.mesh
     return {
         "format": FORMAT,
         "target": target.identity,
         "dtype": target.numerics.dtype,
+        "mesh": None if mesh is None else str(mesh),
         "draft": dataclasses.asdict(draft.config) | {"identity": draft.identity},
         "learned": learned.digest,
         "held_out": held_out.digest,

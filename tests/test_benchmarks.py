@@ -378,9 +378,8 @@ def test_steps_are_timed_along_each_axis(target, draft, monkeypatch, tmp_path):
     found = scaling.measured(target, draft, sizes, scaling.Point(32, 1, "2x1x3"), 2, 3)
     for axis, x in (("context", [16, 32]), ("batch", [1, 2]), ("nodes", [2, 3])):
         assert found[axis]["sizes"] == x
-        assert all(one["median"] > 0 for one in found[axis]["step_ms"])
+        assert all(one["median"] > 0 for one in found[axis]["ms"])
         assert found[axis]["residual"] == pytest.approx(0, abs=1e-6), "two points are on a line"
-    # The model has 24 tokens and a context of 96; neither matters here.
     found = {"prompt": scaling.prefilled(target, draft, "2x1x3", (4, 8), 2)} | found
     assert [one["low"] > 0 for one in found["prompt"]["ms"]] == [True, True]
     monkeypatch.setattr(common, "RESULTS", tmp_path)

@@ -291,6 +291,19 @@ def test_tokenize_gives_what_generate_reads(run, place):
     assert "".join(prompt["pieces"]) == rendered + "</think>"
 
 
+def test_a_prompts_own_sampling_is_never_dropped_in_silence(run, place):
+    """Ids alone have no room for it: that is said, and `--json` has it."""
+    line = {"id": "mine", "prompt": "the", "sampling": {"temperature": 0.7, "seed": 3}}
+    (place / "own.jsonl").write_text(json.dumps(line))
+    args = ("tokenize", "--prompt-file", "own.jsonl", "--target", "target")
+    status, _, err = run(*args)
+    said = "'sampling' of prompt 'mine' plays no part: ids alone are printed; --json has both\n"
+    assert (status, err) == (0, said)
+    status, out, err = run(*args, "--json")
+    assert (status, err) == (0, "")
+    assert json.loads(out)["prompts"][0]["sampling"] == line["sampling"]
+
+
 def test_record_and_inspect_of_its_features(run, place):
     args = ("record", PROMPT, *PAIR, "--out", "r.safetensors", "--boundaries", "none", "--top", "2")
     status, out, err = run(*args, "--json")

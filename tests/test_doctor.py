@@ -15,7 +15,11 @@ from safetensors.numpy import load_file
 from jaxspec import (
     SHIPPED_DRAFT,
     SHIPPED_TARGET,
+    GenerateConfig,
+    Generator,
     Numerics,
+    Request,
+    SamplingConfig,
     cli,
     load_draft,
     load_target,
@@ -23,12 +27,14 @@ from jaxspec import (
 )
 from jaxspec.contracts import ContractError
 from jaxspec.convert.problems import CheckpointError
+from jaxspec.convert.rotary import RotaryChoice
 from jaxspec.doctor import diagnose
-from jaxspec.doctor_readings import FAMILIES, Case, readings_of
-from jaxspec.doctor_report import DoctorReport
+from jaxspec.doctor_readings import BASES, FAMILIES, Case, readings_of
+from jaxspec.doctor_report import LEAST, DoctorReport
 from jaxspec.doctor_scores import DoctorConfig, States, read_states
-from jaxspec.doctor_texts import Text
+from jaxspec.doctor_texts import Text, write_on
 from jaxspec.errors import InputError
+from jaxspec.prompts import EncodedPrompt
 from tests import draft_kinds, make_checkpoint
 
 NUMERICS = Numerics(dtype="float32")
@@ -229,14 +235,48 @@ def test_finds_a_fault_among_others(diagnosis, plant, families, declared, expect
     assert (report.best and report.best.name) == expected
 
 
+@pytest.fixture(scope="module")
+def long_states(mini) -> States:
+    """Texts of up to 400 tokens, nearly all of the target's own writing, as the command has it
+    written: bases differ by how they turn keys that are far away."""
+    tokenizer = load_tokenizer(SHIPPED_TARGET)
+    golden = json.loads((Path(__file__).parent / "golden" / "prompts.json").read_text())["golden"]
+    prompts = [
+        EncodedPrompt(str(i), tuple(tokenizer.encode(prompt["text"]))[:40])
+        for i, prompt in enumerate(golden[:24])
+    ]
+    texts = write_on(mini, prompts, tokenizer, SamplingConfig(temperature=0.8), 360, len(prompts))
+    return read_states(mini, texts, (2, 3, 5, 6), NUM_TEXTS)
+
+
 @pytest.mark.slow
-def test_finds_a_rotary_base(diagnosis):
-    """That the base is wrong, and which ones it may be: on short texts they differ little."""
-    report = diagnosis(says(rope_theta=100.0), (*QUICK, "rotary", "pairing"))
+@pytest.mark.parametrize("stated", [50000.0, 1000000.0])
+def test_finds_a_rotary_base(mini, long_states, stated):
+    """The draft learned with 10000. Each of the bases that published configs have, in its place, is
+    found out, and told from all others."""
+    choice = RotaryChoice.parse(json.dumps({"rope_theta": stated}))
+    draft = load_draft(SHIPPED_DRAFT, NUMERICS, target=mini, rotary=choice)
+    families = ("token shift", "positions", "rotary", "pairing")
+    chosen = tuple(one for one in FAMILIES if one.name in families)
+    config = DoctorConfig(levels=2, batch_size=NUM_TEXTS)
+    report = diagnose(mini, draft, long_states, config, families=chosen)
+    first, second, *_ = report.readings
+    assert report.best == first and first.name == "rotary base 10000" and report.rivals == ()
+    assert first.gain - second.gain > LEAST
+    assert "--draft-rotary '{\"rope_theta\": 10000}'" in report.finding()
+    assert {f"rotary base {base:g}" for base in BASES} - {f"rotary base {stated:g}"} <= {
+        one.name for one in report.readings
+    }
+
+
+@pytest.mark.slow
+def test_short_texts_do_not_tell_bases_apart(diagnosis):
+    """Of those that fit, all are named."""
+    report = diagnosis(says(rope_theta=100.0), ("rotary", "pairing"))
     assert report.best is not None and report.best.family == "rotary"
-    assert "rotary base 10000" in (report.best.name, *report.rivals)
+    assert "rotary base 10000" in (report.best.name, *report.rivals) and report.rivals
     assert all("rotary" in name for name in report.rivals)
-    assert ("these texts cannot tell" in report.finding()) == bool(report.rivals)
+    assert "these texts cannot tell; longer or more ones may" in report.finding()
 
 
 @pytest.mark.slow
@@ -311,6 +351,25 @@ def test_bad_texts(mini):
         diagnose(mini, draft, [Text("a", (5,), 1)])
     with pytest.raises(InputError, match="all of 1 texts repeat themselves"):
         diagnose(mini, draft, [Text("a", (5, 6, 7) * 20, 3)])
+
+
+@pytest.mark.slow
+def test_writes_as_a_prompt_says(target):
+    """The target's continuation of a prompt is that of its own settings, and of its own limit."""
+    ids = (5, 9, 11)
+    own = ({"seed": 7}, {"temperature": 0.0}, {"max_new_tokens": 2}, {})
+    prompts = [EncodedPrompt(str(i), ids, settings=some) for i, some in enumerate(own)]
+    texts = write_on(target, prompts, None, SamplingConfig(temperature=0.9), 6, 4)
+    config = GenerateConfig(None, 6, 9, 4)
+    wanted = [
+        Request(ids, 0.9, seed=7),
+        Request(ids),
+        Request(ids, 0.9, seed=2, max_new_tokens=2),
+        Request(ids, 0.9, seed=3),
+    ]
+    done = Generator(target, None, config).run(wanted).completions
+    assert [text.ids for text in texts] == [ids + one.tokens for one in done]
+    assert len({text.ids for text in texts}) == 4 and {text.prompt_len for text in texts} == {3}
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Replaying an engine's run: against the engine itself, step by step, and with faults in it."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -29,11 +30,11 @@ from tests.test_planted_faults import own_hidden_in_accepted_rows
 CHAIN = TreeConfig(3, 1, 4)
 
 
-def run(target, draft, prompts, max_new_tokens, temperature) -> list[Text]:
+def run(target, draft, prompts, max_new_tokens, temperature, tree=CHAIN) -> list[Text]:
     """What the engine of this package writes, and accepts."""
     longest = max(map(len, prompts))
     config = GenerateConfig(
-        CHAIN, max_new_tokens, longest + max_new_tokens + 8, 8, 32, ignore_eos=True
+        tree, max_new_tokens, longest + max_new_tokens + 8, 8, 32, ignore_eos=True
     )
     requests = [Request(tuple(ids), temperature, seed=i) for i, ids in enumerate(prompts)]
     completions = Generator(target, draft, config).run(requests).completions
@@ -58,6 +59,26 @@ def test_replays_the_engine_exactly(target, tmp_path):
     assert observed is not None and not report.looping
     assert observed.replayed == observed.accept_length
     assert observed.interval == (0, 0) and observed.blames == "draft"
+
+
+@pytest.mark.slow
+def test_a_tree_accepts_what_the_engine_does(target, draft):
+    """Every step of the real one, and a ceiling above it; with prompts alone, from their second
+    token on."""
+    tree = TreeConfig(3, 2, 5)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, 20, size=n).tolist() for n in range(4, 12)]
+    texts = run(target, draft, prompts, 24, 1.0, tree)
+    accepted = [count for text in texts for count in text.accepted or ()]
+    uncounted = [dataclasses.replace(text, accepted=None) for text in texts]
+    config = DoctorConfig(batch_size=4, tree=tree)
+    report = diagnose(target, draft, uncounted, config, families=())
+    found = report.of_tree
+    assert found is not None and not report.looping and found.tree == "3x2x5"
+    assert found.accept_length == sum(text.num_from_steps for text in texts) / len(accepted)
+    assert sum(accepted) > 5 and found.accept_length < found.ceiling <= 4
+    said = f"of the tree 3x2x5 {found.accept_length:.2f} of at best {found.ceiling:.2f}"
+    assert said in report.finding()
 
 
 def test_steps_along_a_text():

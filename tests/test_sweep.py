@@ -265,6 +265,6 @@ def test_a_log_that_is_none(tmp_path):
 
 def test_all_texts_loop(target, draft, prompts, monkeypatch):
     monkeypatch.setattr(sweeping, "loop_start", lambda ids: 0)
-    monkeypatch.setattr(sweeping, "write_on", lambda target, prompts, *_: prompts)
+    monkeypatch.setattr(sweeping, "write_on", lambda *_: prompts)
     with pytest.raises(InputError, match="all of 4 texts repeat themselves"):
         sweep(target, draft, prompts, CONFIG)

@@ -21,7 +21,7 @@ from jaxspec.fresh_draft import DraftShape, fresh_draft
 from jaxspec.optimizer import OptimizerConfig
 from jaxspec.tokenizer import load_tokenizer
 from jaxspec.training import LossConfig, TrainState
-from jaxspec.training_acceptance import AcceptanceConfig
+from jaxspec.training_acceptance import Acceptance, AcceptanceConfig
 from jaxspec.training_data import Sample, Windows, read_samples
 from jaxspec.training_run import TrainConfig, train
 from jaxspec.training_store import Checkpoints, Evaluation, Metrics
@@ -229,6 +229,16 @@ def test_tools_and_thinking_reach_the_template(place, tmp_path):
     path.write_text(json.dumps(line | {"thinking": "no"}))
     with pytest.raises(InputError, match="line 1: 'thinking': expected true or false"):
         read_samples(path, tokenizer, config)
+
+
+def test_a_prompt_without_room_is_refused_at_once(target, draft):
+    """Windows longer than the target's context can come from Python alone."""
+    most = target.config.max_position_embeddings
+    sample = Sample(np.ones(2 * most, np.int32), np.ones(2 * most, bool), "F")
+    windows = Windows.of([sample], 2 * most, 24)
+    config = AcceptanceConfig(1, prompt_len=most)
+    with pytest.raises(InputError, match=f"a held-out prompt of {most} tokens leaves no room"):
+        Acceptance(target, windows, config, draft)
 
 
 def test_a_directory_of_something_else(target, windows, tmp_path):
