@@ -171,7 +171,7 @@ def test_steps_have_to_fit(target, draft):
         (("x", "--tree", "3x1x4", "--tree", "3x1x4"), "the same tree twice"),
         (("x", "--tree", "3x1"), "3x1"),
         (("x", "--draft", "none", "--tree", "3x1x4"), "there is no tree to give a shape to"),
-        (("x", "--steps", "0"), "num_steps is 0"),
+        (("x", "--steps", "0"), "num_steps (--steps) is 0"),
         (("x", "--repeats", "0"), "repeats is 0"),
         (("x", "--batch-size", "2"), "--batch-size 2 and 1 prompts"),
         (("--batch-size", "0"), "--batch-size is 0"),
