@@ -36,6 +36,8 @@ __all__ = ["SweepFlags", "child", "environments", "predict", "run_sweep"]
 OVERHEADS = 0.0, 1.0, 3.0
 """What a step takes besides reading and multiplying, over what that takes in plain decoding: what
 `plan` finds for Kimi-K2.5 on eight H200s lies between, and is nearly the same with all trees."""
+REFUSED = 2
+"""Exit status of a process that refused its input."""
 CHILD = "from jaxspec.sweep_run import child; child()"
 
 
@@ -155,9 +157,12 @@ def _in_fresh_processes(flags: SweepFlags, display: Display) -> SweepLog:
             done = subprocess.run(
                 [sys.executable, "-c", CHILD],
                 input=pickle.dumps((alone, env, num_rounds)),
+                stdout=subprocess.PIPE,
                 env=there,
                 check=False,
             )
+            if done.returncode == REFUSED:
+                raise InputError(f"under {name}: {done.stdout.decode().strip()}")
             if done.returncode:
                 raise InputError(
                     f"under {name} the sweep ended with exit status {done.returncode}; what it "
@@ -177,14 +182,18 @@ def _log_file(flags: SweepFlags) -> Iterator[Path]:
 
 
 def child() -> None:
-    """One process of a sweep under several environments; flags and turn come on stdin."""
+    """One process of a sweep under several environments; flags and turn come on stdin.
+
+    What it refuses goes to stdout, and is told by the process that waits for it: once.
+    """
     flags, env, num_rounds = pickle.load(sys.stdin.buffer)
     start_jax(flags.compile_cache)
     try:
         with Display() as display:
             _measured(flags, env, num_rounds, display)
     except (InputError, ContractError) as error:
-        sys.exit(f"jaxspec: {error}")
+        print(error)
+        sys.exit(REFUSED)
 
 
 def predict(

@@ -85,7 +85,7 @@ def test_a_process_for_each_environment(tmp_path, monkeypatch):
     """There and back, the rounds shared; the report has what all of them wrote in one file."""
     turns = []
 
-    def process(command, *, input, env, check):
+    def process(command, *, input, stdout, env, check):
         given, setting, num_rounds = pickle.loads(input)
         assert command == [sys.executable, "-c", "from jaxspec.sweep_run import child; child()"]
         assert env["JAXSPEC_TEST"] == setting["JAXSPEC_TEST"] and not given.envs
@@ -114,9 +114,29 @@ def test_a_process_for_each_environment(tmp_path, monkeypatch):
 
 
 def test_a_process_that_fails(monkeypatch):
-    monkeypatch.setattr(sweep_run.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=2))
-    with pytest.raises(InputError, match="under A=1 the sweep ended with exit status 2"):
-        run_sweep(flags(envs=environments(("A=1",))), Display())
+    """What it refused is told once; of what it died of, its own words stand on stderr."""
+    for status, said, told in (
+        (2, b"log: damaged\n", r"^under A=1: log: damaged$"),
+        (-9, b"", "^under A=1 the sweep ended with exit status -9; what it said stands above"),
+    ):
+        ended = SimpleNamespace(returncode=status, stdout=said)
+        monkeypatch.setattr(sweep_run.subprocess, "run", lambda *_, ended=ended, **__: ended)
+        with pytest.raises(InputError, match=told):
+            run_sweep(flags(envs=environments(("A=1",))), Display())
+
+
+def test_a_process_that_refuses(monkeypatch, capsys):
+    stdin = io.BytesIO(pickle.dumps((flags(), {}, 1)))
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=stdin))
+    monkeypatch.setattr(sweep_run, "start_jax", lambda _: None)
+
+    def refuses(*_):
+        raise InputError("log: damaged")
+
+    monkeypatch.setattr(sweep_run, "_measured", refuses)
+    with pytest.raises(SystemExit) as ended:
+        sweep_run.child()
+    assert (ended.value.code, capsys.readouterr().out) == (2, "log: damaged\n")
 
 
 def test_for_a_reader(tmp_path):
