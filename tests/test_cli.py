@@ -166,15 +166,15 @@ def test_text_streams_and_a_run_file_resumes(run, place):
     status, _, err = run(*args, "--seed", "1")
     assert status == 2
     assert err.startswith("jaxspec: run.jsonl: of another run")
-    assert "flag seed is 0 there and 1 here" in err
+    assert "flags.seed is 0 there and 1 here" in err
     status, _, err = run(*args, "--capture-convention", "before")
-    assert status == 2 and "flag capture_convention is None there and 'before' here" in err
+    assert status == 2 and "flags.capture_convention is None there and 'before' here" in err
     # One prompt of the two would be given the first one's seed.
     prompts = Path(args[args.index("--prompt-file") + 1])
     alone = place / "alone.jsonl"
     alone.write_text((place / prompts).read_text("utf-8").splitlines()[1] + "\n", "utf-8")
     status, _, err = run(*(str(alone) if arg == str(prompts) else arg for arg in args))
-    assert status == 2 and "flag prompts is" in err
+    assert status == 2 and "flags.prompts is" in err
 
 
 def test_plain_decoding_gives_the_same_tokens_and_stops_where_told(run, place):

@@ -362,7 +362,7 @@ def test_a_run_goes_on_where_it_stopped(run, backend, failure, said):
     assert list(read_run(out)[1]) == list(PROMPTS)
     with serving(handler) as server:
         status, _, error, _ = run(backend, server.url, "--temperature", "0.5")
-    assert status == 2 and "flag temperature is 0.0 there and 0.5 here" in error
+    assert status == 2 and "flags.temperature is 0.0 there and 0.5 here" in error
     assert not server.asked
 
 
