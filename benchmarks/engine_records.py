@@ -93,8 +93,7 @@ def num_layers(directory: Path) -> int:
       RecorderError: it is none.
     """
     try:
-        config = json.loads((directory / "config.json").read_text("utf-8"))
-        return int(config.get("text_config", config)["num_hidden_layers"])
+        return int(_text_config(directory)["num_hidden_layers"])
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise RecorderError(
             f"{directory}: no config.json that says num_hidden_layers ({error})"
@@ -157,8 +156,7 @@ def router_arrays(chosen_TLX: np.ndarray, sparse: Sequence[int]) -> dict[str, np
 
 def sparse_layers(directory: Path) -> list[int]:
     """The layers with routed experts, by the config's DeepSeek-V3 fields; none of another model."""
-    config = json.loads((directory / "config.json").read_text("utf-8"))
-    text = config.get("text_config", config)
+    text = _text_config(directory)
     if not text.get("n_routed_experts"):
         return []
     first, every = text.get("first_k_dense_replace", 0), text.get("moe_layer_freq", 1)
@@ -204,6 +202,11 @@ def write(
         raise RecorderError(f"--out {out}: cannot be written ({error})") from error
     for what in left_out:
         print(f"left out: {what}", file=sys.stderr)
+
+
+def _text_config(directory: Path) -> dict[str, Any]:
+    config = json.loads((directory / "config.json").read_text("utf-8"))
+    return config.get("text_config", config)
 
 
 def _stack(rows: Sequence[np.ndarray]) -> np.ndarray:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from jaxspec.errors import InputError
-from jaxspec.flags import DEFAULT_TREE, CacheFlag, JsonFlag, TreesFlag
+from jaxspec.cli_start import trees_of
+from jaxspec.flags import CacheFlag, JsonFlag, TreesFlag
 
 __all__ = ["plan"]
 
@@ -64,7 +64,7 @@ def plan(
     """
     # What does not fit is said below; XLA's own remarks about it would stand before that.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    from jaxspec.config import MeshConfig, TreeConfig
+    from jaxspec.config import MeshConfig
     from jaxspec.console import Display
     from jaxspec.hardware import Assumptions
     from jaxspec.picture import check_picture
@@ -72,9 +72,7 @@ def plan(
     from jaxspec.plan_models import PlanConfig
     from jaxspec.plan_view import draw, show
 
-    if draft == "none" and tree:
-        raise InputError("--draft none decodes plainly: there is no tree to give a shape to")
-    trees = () if draft == "none" else tuple(map(TreeConfig.parse, tree or [DEFAULT_TREE]))
+    trees = trees_of(tree, has_draft=draft != "none")
     if plot is not None:
         check_picture(plot)
     grid = MeshConfig.parse(mesh, cache or "replicated")

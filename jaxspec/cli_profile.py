@@ -6,10 +6,8 @@ from typing import Annotated
 
 import typer
 
-from jaxspec.cli_start import mesh_of
-from jaxspec.errors import InputError
+from jaxspec.cli_start import mesh_of, trees_of
 from jaxspec.flags import (
-    DEFAULT_TREE,
     CacheFlag,
     CaptureFlag,
     ChatFlag,
@@ -90,7 +88,6 @@ def profile(
     import jax
 
     from jaxspec.commands import PromptFlags
-    from jaxspec.config import TreeConfig
     from jaxspec.console import Display, wide_console
     from jaxspec.environment import start_jax
     from jaxspec.picture import check_picture
@@ -99,9 +96,7 @@ def profile(
     from jaxspec.profiling import ProfileConfig
     from jaxspec.text import SamplingConfig
 
-    if draft == "none" and tree:
-        raise InputError("--draft none decodes plainly: there is no tree to give a shape to")
-    trees = () if draft == "none" else tuple(map(TreeConfig.parse, tree or [DEFAULT_TREE]))
+    trees = trees_of(tree, has_draft=draft != "none")
     if plot is not None:
         check_picture(plot)
     start_jax(compile_cache)

@@ -1,5 +1,6 @@
 """What commands that run models begin with: the other processes, the mesh, the tree."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import typer
@@ -12,7 +13,7 @@ from jaxspec.version import version
 if TYPE_CHECKING:
     from jaxspec.config import MeshConfig, TreeConfig
 
-__all__ = ["join", "mesh_of", "tree_of"]
+__all__ = ["join", "mesh_of", "tree_of", "trees_of"]
 
 OWN = ("coordinator", "process_index", "join_timeout", "as_json", "compile_cache")
 """What each of several processes may be given in its own way."""
@@ -69,8 +70,7 @@ def tree_of(
     steps, topk, nodes = sglang
     is_sglang = any(value is not None for value in sglang)
     if not has_draft:
-        if text is not None or is_sglang:
-            raise InputError("--draft none decodes plainly: there is no tree to give a shape to")
+        _check_no_tree(text is not None or is_sglang)
         return None
     if text is not None and is_sglang:
         raise InputError("--tree and --speculative-... say the same thing: give one of the two")
@@ -84,3 +84,18 @@ def tree_of(
     tree = TreeConfig(steps, topk, nodes)
     tree.check()
     return tree
+
+
+def trees_of(texts: Sequence[str] | None, has_draft: bool) -> "tuple[TreeConfig, ...]":
+    """The trees of a --tree that may be repeated; none without a draft."""
+    from jaxspec.config import TreeConfig
+
+    if not has_draft:
+        _check_no_tree(bool(texts))
+        return ()
+    return tuple(map(TreeConfig.parse, texts or [DEFAULT_TREE]))
+
+
+def _check_no_tree(is_given: bool) -> None:
+    if is_given:
+        raise InputError("--draft none decodes plainly: there is no tree to give a shape to")

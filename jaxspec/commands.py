@@ -23,11 +23,12 @@ from jaxspec.convert.manifest import is_converted
 from jaxspec.convert.rotary import RotaryChoice
 from jaxspec.convert.source import Source
 from jaxspec.draft import Draft
-from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_TARGET
+from jaxspec.environment import SHIPPED_DRAFT, SHIPPED_PROMPTS, SHIPPED_TARGET
 from jaxspec.errors import InputError
 from jaxspec.features import FeaturesDirectory, estimated_bytes, record_features
 from jaxspec.generator import GenerateConfig, Generator, implementations
 from jaxspec.identify import FeaturesReport, identify
+from jaxspec.outputs import check_file
 from jaxspec.processes import all_or_none, check_agreement, is_first, told_by_first
 from jaxspec.prompts import (
     EncodedPrompt,
@@ -123,6 +124,21 @@ class PromptFlags:
     tokens: Path | None = None
     use_chat: bool = False
     thinking: bool | None = None
+
+    def or_shipped(self, models: ModelFlags) -> "PromptFlags":
+        """These; where none is given, those that ship, which are for the shipped target.
+
+        Raises:
+          InputError: none is given, for another target.
+        """
+        if (self.text, self.prompt_file, self.tokens) != (None, None, None):
+            return self
+        if models.target is not None:
+            raise InputError(
+                "no prompt: give one of PROMPT, --prompt-file and --tokens; those that ship are "
+                "for the target that ships"
+            )
+        return dataclasses.replace(self, prompt_file=SHIPPED_PROMPTS)
 
     def read(self, tokenizer: Tokenizer | None) -> list[EncodedPrompt]:
         """The prompts as ids.
@@ -349,8 +365,8 @@ def run_record(
     """
     with all_or_none():
         encoded = prompts.read(tokenizer_of(models, prompts))
-        if is_first() and not out.parent.is_dir():
-            raise InputError(f"--out {out}: there is no directory {out.parent}")
+        if is_first():
+            check_file(out, f"--out {out}")
         target, draft = load(models, display)
         longest = max(len(prompt.ids) for prompt in encoded)
         check_prompts(encoded, target.config.vocab_size, context_length=longest + 1)

@@ -11,7 +11,6 @@ from jaxspec.doctor import diagnose
 from jaxspec.doctor_report import DoctorReport
 from jaxspec.doctor_scores import DoctorConfig
 from jaxspec.doctor_texts import Text, read_observed, write_on
-from jaxspec.environment import SHIPPED_PROMPTS
 from jaxspec.errors import InputError
 from jaxspec.prompts import EncodedPrompt
 from jaxspec.target import Target
@@ -54,13 +53,8 @@ def run_doctor(flags: DoctorFlags, display: Display) -> DoctorReport:
     config.check()
     if models.draft == "none":
         raise InputError("--draft none: there is nothing to find out about")
-    if flags.max_new_tokens < 0 or flags.context_length < flags.max_new_tokens + 2:
-        raise InputError(
-            f"--context-length {flags.context_length} has no room for a prompt and "
-            f"--max-new-tokens {flags.max_new_tokens}"
-        )
+    room = room_for_prompts(flags.context_length, flags.max_new_tokens)
     if flags.observed is None:
-        room = flags.context_length - flags.max_new_tokens
         prompts, tokenizer = prompts_within(models, flags.prompts, room, display)
         texts = [Text.of(prompt) for prompt in prompts]
         if flags.max_new_tokens:
@@ -113,6 +107,21 @@ def check_texts(texts: Sequence[Text], target: Target) -> None:
             )
 
 
+def room_for_prompts(context_length: int, max_new_tokens: int) -> int:
+    """Tokens that a prompt may have.
+
+    Raises:
+      InputError: fewer than two, or a number of new tokens that is none.
+    """
+    room = context_length - max_new_tokens
+    if max_new_tokens < 0 or room < 2:
+        raise InputError(
+            f"--context-length {context_length} has no room for a prompt and "
+            f"--max-new-tokens {max_new_tokens}"
+        )
+    return room
+
+
 def prompts_within(
     models: ModelFlags, asked: PromptFlags, room: int, display: Display
 ) -> tuple[list[EncodedPrompt], Tokenizer | None]:
@@ -122,13 +131,7 @@ def prompts_within(
     Raises:
       InputError: no prompt for another target than the shipped one, or one cannot be used.
     """
-    if asked.text is None and asked.prompt_file is None and asked.tokens is None:
-        if models.target is not None:
-            raise InputError(
-                "no prompt: give one of PROMPT, --prompt-file and --tokens; those that ship are "
-                "for the target that ships"
-            )
-        asked = dataclasses.replace(asked, prompt_file=SHIPPED_PROMPTS)
+    asked = asked.or_shipped(models)
     tokenizer = tokenizer_of(models, asked)
     prompts = asked.read(tokenizer)
     for prompt in prompts:

@@ -4,7 +4,6 @@ import dataclasses
 
 from jaxspec.commands import ModelFlags, PromptFlags, load, tokenizer_of
 from jaxspec.console import Display
-from jaxspec.environment import SHIPPED_PROMPTS
 from jaxspec.errors import InputError
 from jaxspec.profile_report import ProfileReport
 from jaxspec.profiling import ProfileConfig, profile_step
@@ -36,17 +35,11 @@ def run_profile(flags: ProfileFlags, display: Display) -> ProfileReport:
       InputError: a flag, a prompt or a checkpoint cannot be used.
       ContractError: draft and target do not belong together.
     """
-    models, asked = flags.models, flags.prompts
+    models = flags.models
     flags.config.check()
     if flags.batch_size < 1:
         raise InputError(f"--batch-size is {flags.batch_size}; it starts at 1")
-    if (asked.text, asked.prompt_file, asked.tokens) == (None, None, None):
-        if models.target is not None:
-            raise InputError(
-                "no prompt: give one of PROMPT, --prompt-file and --tokens; those that ship are "
-                "for the target that ships"
-            )
-        asked = dataclasses.replace(asked, prompt_file=SHIPPED_PROMPTS)
+    asked = flags.prompts.or_shipped(models)
     tokenizer = tokenizer_of(models, asked)
     prompts = asked.read(tokenizer)
     if len(prompts) < flags.batch_size:

@@ -16,7 +16,7 @@ from jaxspec.commands import ModelFlags, PromptFlags, load, unread_settings
 from jaxspec.config import MeshConfig, TreeConfig
 from jaxspec.console import Display
 from jaxspec.contracts import ContractError
-from jaxspec.doctor_run import check_texts, prompts_within
+from jaxspec.doctor_run import check_texts, prompts_within, room_for_prompts
 from jaxspec.doctor_texts import Text
 from jaxspec.environment import start_jax
 from jaxspec.errors import InputError
@@ -93,12 +93,7 @@ def run_sweep(flags: SweepFlags, display: Display) -> SweepReport:
       ContractError: draft and target do not belong together.
     """
     flags.config.check()
-    room = flags.context_length - flags.config.max_new_tokens
-    if room < 2:
-        raise InputError(
-            f"--context-length {flags.context_length} has no room for a prompt and "
-            f"--max-new-tokens {flags.config.max_new_tokens}"
-        )
+    room_for_prompts(flags.context_length, flags.config.max_new_tokens)
     if flags.plan is not None:
         absent_devices(flags.plan)  # before minutes are spent on what cannot be finished
     if flags.envs:
@@ -116,15 +111,13 @@ def _measured(
 ) -> SweepLog:
     """The log of a sweep in this process."""
     models = flags.models()
-    if models.draft == "none":
-        raise InputError("--draft none: there is no tree to find")
-    room = flags.context_length - flags.config.max_new_tokens
+    room = room_for_prompts(flags.context_length, flags.config.max_new_tokens)
     prompts, _ = prompts_within(models, flags.prompts, room, display)
     if said := unread_settings(prompts):
         display.say(f"{said}: all texts are written alike")
     texts = [Text.of(prompt) for prompt in prompts]
     target, draft = load(models, display)
-    assert draft is not None, "checked above"
+    assert draft is not None, "checked where flags are read"
     if (claim := models.claim(target)) is not None:
         claim.require(draft.config.boundaries, "sweep")
     check_texts(texts, target)
