@@ -4,6 +4,7 @@ Rank promotion and implicit dtype promotion raise here: code that broadcasts or 
 """
 
 import os
+import sys
 import tempfile
 
 # Before jax is imported: the tests are for a CPU, whatever else the machine has.
@@ -15,6 +16,7 @@ import hypothesis
 import jax
 import pytest
 
+from jaxspec import cli
 from jaxspec.draft import Draft
 from jaxspec.target import Target
 from tests import tiny
@@ -64,3 +66,16 @@ def draft(target, draft_tensors) -> Draft:
     """The same weights in jaxspec."""
     claim = target.boundaries(tiny.BOUNDARIES, "tests/conftest.py")
     return tiny.draft_module(draft_tensors, tiny.draft_config(tiny.DRAFT_CONFIG, claim))
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs `jaxspec ARGS` in this process: exit status, stdout, stderr."""
+
+    def run(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["jaxspec", *args])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run

@@ -1,12 +1,12 @@
 """`jaxspec compare` from its flags to its exit status."""
 
+import functools
 import json
-import sys
 
 import numpy as np
 import pytest
 
-from jaxspec import SHIPPED_TARGET, cli, cli_compare, load_target
+from jaxspec import SHIPPED_TARGET, cli_compare, load_target
 from jaxspec.config import Numerics
 from jaxspec.recording import Record, RecordConfig, record
 from tests.test_run_comparison import HEADER, entry
@@ -30,14 +30,8 @@ def place(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def run(place, monkeypatch, capsys):
-    def run(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["jaxspec", "compare", *args])
-        with pytest.raises(SystemExit) as exit:
-            cli.main()
-        return exit.value.code or 0, *capsys.readouterr()
-
-    return run
+def run(place, command):
+    return functools.partial(command, "compare")
 
 
 def test_records(run, place):

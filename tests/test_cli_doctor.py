@@ -1,27 +1,19 @@
 """`jaxspec doctor` from its flags to its exit status."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from jaxspec import SHIPPED_DRAFT, SHIPPED_PROMPTS, cli
+from jaxspec import SHIPPED_DRAFT, SHIPPED_PROMPTS
 
 OTHER = "kimi_k25@0123456789ab"
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
+def run(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
-
-    def run(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["jaxspec", "doctor", *args, "--compile-cache", "none"])
-        with pytest.raises(SystemExit) as exit:
-            cli.main()
-        return exit.value.code or 0, *capsys.readouterr()
-
-    return run
+    return lambda *args: command("doctor", *args, "--compile-cache", "none")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from jaxspec import SHIPPED_DRAFT, TreeConfig, cli, plan_compile, sweep_run
+from jaxspec import SHIPPED_DRAFT, TreeConfig, plan_compile, sweep_run
 from jaxspec.cli_sweep import numbers_of
 from jaxspec.commands import ModelFlags, PromptFlags
 from jaxspec.config import MeshConfig
@@ -26,16 +26,9 @@ from tests.test_sweep import HEADER, log
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
+def run(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
-
-    def run(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["jaxspec", "sweep", *args, "--compile-cache", "none"])
-        with pytest.raises(SystemExit) as exit:
-            cli.main()
-        return exit.value.code or 0, *capsys.readouterr()
-
-    return run
+    return lambda *args: command("sweep", *args, "--compile-cache", "none")
 
 
 @pytest.mark.parametrize(

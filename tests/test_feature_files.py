@@ -7,7 +7,6 @@ from the numpy reference's states.
 
 import json
 import shutil
-import sys
 import zipfile
 from pathlib import Path
 
@@ -17,7 +16,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec import cli
 from jaxspec.contracts import ContractError
 from jaxspec.errors import InputError
 from jaxspec.feature_files import FeatureFiles
@@ -277,7 +275,7 @@ def _learned(mask: list[int], project: str) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_the_commands(tmp_path, monkeypatch, capsys):
+def test_the_commands(tmp_path, monkeypatch, command):
     config = make_checkpoint.target_config("flat")
     make_checkpoint.write(tmp_path / "target", config, make_checkpoint.target_tensors(config))
     write("SpecForge", tmp_path / "forge")
@@ -285,12 +283,9 @@ def test_the_commands(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def run(line: str) -> tuple[int, str]:
-        argv = ["jaxspec", *line.split(), "--target", "target", "--compile-cache", "none"]
-        monkeypatch.setattr(sys, "argv", argv)
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out + err
+        flags = ("--target", "target", "--compile-cache", "none")
+        status, out, err = command(*line.split(), *flags)
+        return status, out + err
 
     status, said = run("inspect forge")
     assert status == 0 and "chunk 2 is boundary 4" in said and "after the final norm" in said

@@ -1,14 +1,13 @@
 """Features on disk: what they are is what they claim, and training reads them so."""
 
 import collections
-import sys
 
 import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxspec import cli, features
+from jaxspec import features
 from jaxspec.contracts import ContractError
 from jaxspec.errors import InputError
 from jaxspec.features import FeaturesDirectory, first_shard, record_features
@@ -111,19 +110,16 @@ def test_training_from_disk_is_training_on_the_fly(recorded, target, draft):
 
 
 @pytest.mark.slow
-def test_the_commands(tmp_path, monkeypatch, capsys):
+def test_the_commands(tmp_path, monkeypatch, command):
     config = make_checkpoint.target_config("flat")
     make_checkpoint.write(tmp_path / "target", config, make_checkpoint.target_tensors(config))
     (tmp_path / "ids.json").write_text(str([IDS.tolist(), IDS[::-1].tolist()]))
     monkeypatch.chdir(tmp_path)
 
     def run(line: str) -> tuple[int, str]:
-        argv = ["jaxspec", *line.split(), "--target", "target", "--compile-cache", "none"]
-        monkeypatch.setattr(sys, "argv", argv)
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out + err
+        flags = ("--target", "target", "--compile-cache", "none")
+        status, out, err = command(*line.split(), *flags)
+        return status, out + err
 
     record = "record --features --tokens ids.json --draft none --length 12 --out"
     status, said = run(f"{record} kept --capture 1,2,4")
