@@ -191,15 +191,25 @@ def pair() -> str:
         "in [`benchmarks/results/mini.json`](benchmarks/results/mini.json)):"
     )
     after = (
-        "On held-out text the draft's first guess is the target's likeliest token in "
-        f"{100 * text['top1_agreement']:.1f} % of positions, and is accepted at "
-        f"{mini['temperature']} with probability {text['first_token']:.2f} where no guess could "
-        f"exceed {text['first_token_ceiling']:.2f}. The target's held-out loss is "
+        "On held-out text, the true tokens before each guess, the target's loss is "
         f"{text['nats_per_token']:.2f} nats a token, {text['bits_per_character']:.2f} bits a "
-        "character."
+        "character, and the draft's guess:"
     )
+    depths = range(len(text["accepted"]))
+    shares = ("top1_agreement", "share_of_ceiling")
+    chances = ("accepted", "ceiling")
+    by_depth = {name: [f"{100 * x:.1f} %" for x in text[name]] for name in shares}
+    by_depth |= {name: [f"{x:.2f}" for x in text[name]] for name in chances}
+    at = f"sampled at {mini['temperature']}"
+    guesses = [
+        ("is the target's likeliest token", *by_depth["top1_agreement"]),
+        (f"is accepted, {at}, with probability", *by_depth["accepted"]),
+        ("where no guess could exceed", *by_depth["ceiling"]),
+        ("which is a share of", *by_depth["share_of_ceiling"]),
+    ]
     header = ("", f"tree {TREE}", f"tree {LARGE_TREE}")
-    return f"{wrapped(before)}\n\n{table(header, rows)}\n\n{wrapped(after)}"
+    of_depths = table(("", *(f"depth {depth + 1}" for depth in depths)), guesses)
+    return f"{wrapped(before)}\n\n{table(header, rows)}\n\n{wrapped(after)}\n\n{of_depths}"
 
 
 def results() -> str:

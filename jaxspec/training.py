@@ -9,7 +9,7 @@ row of each step between (one diagonal each). So the draft meets its own errors 
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -40,7 +40,9 @@ __all__ = [
     "TrainState",
     "Trainer",
     "draft_loss",
+    "see",
     "state_cuts",
+    "unroll",
 ]
 
 Labels = Literal["covered", "within"]
@@ -162,26 +164,11 @@ def draft_loss(
     Raises:
       ContractError: these are not the features that the draft is for.
     """
-    batch, length = tokens_BT.shape
-    vocab_size = draft.config.vocab_size
     probs_BTU = _labels(logits_BTV, draft.vocab_map.targets, config.labels)
     best_BT = jnp.argmax(logits_BTV, axis=-1)
-    pos_BT = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-    sees_TT, diagonal_TT = jnp.tri(length, dtype=bool), jnp.eye(length, dtype=bool)
-    nothing_B, cache = jnp.zeros(batch, jnp.int32), draft.empty_cache(batch, 0)
-    hidden: jax.Array | None = None
-    earlier: DraftCache | None = None
     parts = []
-    for step in range(config.num_steps):
-        tokens = TargetIds(_ahead(tokens_BT, step + 1), vocab_size)
-        sees_BTT = jnp.broadcast_to(sees_TT, (batch, *sees_TT.shape))
-        at = Pass(pos_BT + step, nothing_B, sees_BTT)
-        if hidden is None:
-            done = draft.fuse(features, tokens, at, cache, borrowed)
-        else:
-            assert earlier is not None
-            done = draft.recur(hidden, tokens, at, cache, earlier, borrowed)
-        logits_BTU = draft.logits(done.recurrent, borrowed)
+    guesses = unroll(draft, borrowed, features, tokens_BT, config.num_steps)
+    for step, logits_BTU in enumerate(guesses):
         counts_BT = _ahead(is_learned_BT, step + 1)
         log_BTU = jax.nn.log_softmax(logits_BTU)
         loss_BT = -jnp.sum(_ahead(probs_BTU, step + 1) * log_BTU, axis=-1)
@@ -189,15 +176,49 @@ def draft_loss(
         is_right_BT = (guess_BT == _ahead(best_BT, step + 1)) & counts_BT
         loss_B = jnp.where(counts_BT, loss_BT, 0.0).sum(1)
         parts.append(Sums(loss_B, is_right_BT.sum(1), counts_BT.sum(1)))
-        hidden = done.recurrent
-        earlier = done.rows if earlier is None else joined(earlier, done.rows)
-        sees_TT = jnp.concatenate([sees_TT, diagonal_TT], axis=1)
     sums = jax.tree.map(lambda *of_steps: jnp.stack(of_steps), *parts)
     # [2, steps]: of each step, the loss and the positions of all groups of a mesh.
     both = jnp.stack([sums.loss.sum(1), sums.count.sum(1).astype(jnp.float32)])
     loss, count = over_groups(both, draft.numerics.mesh)
     weight = jnp.asarray(config.step_weight ** np.arange(config.num_steps), jnp.float32)
     return jnp.sum(weight * loss / jnp.maximum(count, 1.0)), sums
+
+
+@typed
+def unroll(
+    draft: Draft,
+    borrowed: Borrowed,
+    features: Features,
+    tokens_BT: Int[Array, "B T"],
+    num_steps: int,
+) -> Iterator[Float[Array, "B T U"]]:
+    """The draft's logits in every step of the training-time test.
+
+    Row i of step s, counted from 0, has seen the true tokens up to i + s + 1 and says what follows
+    them; the last s + 1 rows have none to see.
+
+    Raises:
+      ContractError: these are not the features that the draft is for.
+    """
+    batch, length = tokens_BT.shape
+    pos_BT = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+    sees_TT, diagonal_TT = jnp.tri(length, dtype=bool), jnp.eye(length, dtype=bool)
+    nothing_B, cache = jnp.zeros(batch, jnp.int32), draft.empty_cache(batch, 0)
+    hidden: jax.Array | None = None
+    earlier: DraftCache | None = None
+    for step in range(num_steps):
+        tokens = TargetIds(_ahead(tokens_BT, step + 1), draft.config.vocab_size)
+        sees_BTT = jnp.broadcast_to(sees_TT, (batch, *sees_TT.shape))
+        at = Pass(pos_BT + step, nothing_B, sees_BTT)
+        if hidden is None:
+            done = draft.fuse(features, tokens, at, cache, borrowed)
+        else:
+            assert earlier is not None
+            done = draft.recur(hidden, tokens, at, cache, earlier, borrowed)
+        yield draft.logits(done.recurrent, borrowed)
+        hidden = done.recurrent
+        earlier = done.rows if earlier is None else joined(earlier, done.rows)
+        sees_TT = jnp.concatenate([sees_TT, diagonal_TT], axis=1)
 
 
 def _labels(logits_BTV: jax.Array, targets_U: jax.Array, labels: Labels) -> jax.Array:

@@ -31,12 +31,12 @@ def run(tmp_path, monkeypatch, command):
         (("--observed", "run.jsonl", "--levels", "2"), "--levels: --observed brings its own texts"),
         (("--observed", "other.jsonl"), "its target_hash is kimi_k25@0123456789ab, and"),
         (("--prompt-file", "own.jsonl"), "own.jsonl, line 1: temperature is -1"),
-        (("--tokens", "far.json", "--max-new-tokens", "0"), "1536 is not in a vocabulary of 1536"),
+        (("--tokens", "far.json", "--max-new-tokens", "0"), "320 is not in a vocabulary of 320"),
     ],
 )
 def test_bad_input(run, tmp_path, args, message):
     (tmp_path / "one.json").write_text("[[1, 2], [3]]")
-    (tmp_path / "far.json").write_text("[[1, 1536]]")
+    (tmp_path / "far.json").write_text("[[1, 320]]")
     (tmp_path / "own.jsonl").write_text('{"prompt": "a b c", "sampling": {"temperature": -1}}')
     header = {"format": "jaxspec-run-1", "engine": "e", "flags": {"tree": "3x1x4"}}
     entry = {"id": "x", "prompt_ids": [1, 2], "output_ids": [3], "accepted": []}

@@ -131,25 +131,26 @@ def random_head(config, tensors):
 def wrong_embedding(config, tensors):
     """An embedding of its own that is another model's, where the draft learned the target's."""
     rng = np.random.default_rng(0)
-    like = tensors["lm_head.weight"].dtype
-    tensors["embed_tokens.weight"] = rng.normal(0, 0.05, (1536, 256)).astype(like)
+    like, shape = tensors["lm_head.weight"].dtype, (config["vocab_size"], config["hidden_size"])
+    tensors["embed_tokens.weight"] = rng.normal(0, 0.05, shape).astype(like)
 
 
 def head_of_first_ids(config, tensors):
     """Row i of the head is of target id i, where d2t says another one."""
-    ids = np.arange(1024) + tensors["d2t"]
+    count = len(tensors["d2t"])
+    ids = np.arange(count) + tensors["d2t"]
     head = np.zeros_like(tensors["lm_head.weight"])
     head[:] = tensors["lm_head.weight"].mean(axis=0)
-    head[ids[ids < 1024]] = tensors["lm_head.weight"][ids < 1024]
+    head[ids[ids < count]] = tensors["lm_head.weight"][ids < count]
     tensors["lm_head.weight"] = head
 
 
 def absolute_ids(config, tensors):
-    """The 512 lowest tokens of its vocabulary, d2t saved as ids: read as offsets, all are valid."""
-    ids = (np.arange(1024) + tensors["d2t"])[:512]
-    config["draft_vocab_size"] = 512
-    tensors["lm_head.weight"] = tensors["lm_head.weight"][:512]
-    tensors["d2t"] = ids
+    """The lower half of its vocabulary, d2t saved as ids: read as offsets, all are valid."""
+    half = len(tensors["d2t"]) // 2
+    config["draft_vocab_size"] = half
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:half]
+    tensors["d2t"] = (np.arange(len(tensors["d2t"])) + tensors["d2t"])[:half]
     del tensors["t2d"]
 
 

@@ -1,6 +1,6 @@
 """Collects the training text (this interpreter's standard library) and tokenises it once.
 
-`python data.py --out DIR --vocab 1536` writes the tokenizer's files, `train.npy` and `heldout.npy`
+`python data.py --out DIR --vocab 320` writes the tokenizer's files, `train.npy` and `heldout.npy`
 (uint16 token streams, every document followed by [EOS], none preceded by [BOS]), the same documents
 as `train.jsonl` and `heldout.jsonl`, which `jaxspec train-draft` reads, and `corpus.json`.
 A plain prompt is fed to the model without [BOS] too, and training windows begin anywhere.
@@ -63,7 +63,7 @@ def main() -> None:
     """Writes the tokenizer and both token streams."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--vocab", type=int, default=1536)
+    parser.add_argument("--vocab", type=int, default=320)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     train, heldout = split()

@@ -1,26 +1,24 @@
-"""Writes the trained pair in the published layouts: Kimi-K2.5's for the target, SpecForge's draft.
+"""Writes the trained target in Kimi-K2.5's published layout.
 
-`python export.py --data DIR --target DIR --draft DIR --out DIR` fills `OUT/mini-target` and
-`OUT/mini-draft`.
+`python export.py --data DIR --target DIR --out DIR` fills OUT.
 """
 
 import argparse
+import dataclasses
 import json
 import pickle
 import shutil
 from pathlib import Path
 
-import configs
-import draft
 import ml_dtypes
 import numpy as np
 import target
 import tokenizer
 
+from jaxspec.convert.export_configs import PACKED_INT4
 from jaxspec.convert.shards import write_tensors
 
 PREFIX = "language_model.model."
-MAX_BYTES = 16 * 2**20  # of both directories together
 SHARDS = ("model-00001-of-000002.safetensors", "model-00002-of-000002.safetensors")
 
 
@@ -73,6 +71,51 @@ def layer_tensors(config: target.Config, p: target.Params) -> dict[str, np.ndarr
     return out
 
 
+def max_length(config: target.Config) -> int:
+    """Returns how many positions YaRN stretches the rotary embedding to."""
+    return int(config.rope_factor * config.rope_original_length)
+
+
+def target_json(config: target.Config) -> dict:
+    """Returns Kimi-K2.5's config.json in these sizes, the text model's nested in it."""
+    specials = tokenizer.special_tokens(config.vocab_size - tokenizer.NUM_SPECIAL)
+    ids = {f"{key}_token_id": specials[f"[{key.upper()}]"] for key in ("bos", "eos", "pad")}
+    shared = {"tie_word_embeddings": False, "quantization_config": PACKED_INT4} | ids
+    own = ("rope_factor", "rope_original_length", "group_size")
+    text = {k: v for k, v in dataclasses.asdict(config).items() if k not in own} | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": config.num_attention_heads,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "num_nextn_predict_layers": 0,
+        "max_position_embeddings": max_length(config),
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": config.rope_factor,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": config.rope_original_length,
+        },
+    }
+    return {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "dtype": "bfloat16",
+        "text_config": text | shared,
+    } | shared
+
+
 def write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
@@ -97,65 +140,29 @@ def write_target(config: target.Config, params: target.Params, data: Path, out: 
     }
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_json(out / "model.safetensors.index.json", index)
-    content = configs.target_json(config)
+    content = target_json(config)
     write_json(out / "config.json", content)
     im_end = tokenizer.special_tokens(content["text_config"]["bos_token_id"])["<|im_end|>"]
     generation = {key: content[key] for key in ("bos_token_id", "pad_token_id")}
     generation["eos_token_id"] = [content["eos_token_id"], im_end]
-    write_json(
-        out / "generation_config.json", generation | {"max_length": configs.max_length(config)}
-    )
+    write_json(out / "generation_config.json", generation | {"max_length": max_length(config)})
     for name in ("tiktoken.model", "tokenizer_config.json"):
         shutil.copyfile(data / name, out / name)
     template = Path(__file__).with_name("chat_template.jinja")
     shutil.copyfile(template, out / template.name)
 
 
-def write_draft(config: draft.Config, p: dict, draft_ids, target_config, out: Path) -> None:
-    """Writes the draft's directory: SpecForge's layout, the embedding left to the target."""
-    names = {key: f"midlayer.self_attn.{key}_proj.weight" for key in "qkvo"}
-    names |= {key: f"midlayer.mlp.{key}_proj.weight" for key in ("gate", "up", "down")}
-    names |= {"fc": "fc.weight", "head": "lm_head.weight"}
-    tensors = {name: linear(p[key]) for key, name in names.items()}
-    norms = {"input": "input_layernorm", "hidden": "hidden_norm"}
-    norms["post"] = "post_attention_layernorm"
-    tensors |= {f"midlayer.{name}.weight": bf16(p[f"{k}_norm"]) for k, name in norms.items()}
-    tensors["norm.weight"] = bf16(p["norm"])
-    in_draft = np.zeros(target_config.vocab_size, bool)
-    in_draft[draft_ids] = True
-    tensors |= {"t2d": in_draft, "d2t": draft_ids - np.arange(len(draft_ids), dtype=np.int64)}
-    write_tensors(out / "model.safetensors", tensors)
-    write_json(out / "config.json", configs.draft_json(config, target_config))
-
-
 def main() -> None:
-    """Writes both directories and checks their size."""
+    """Writes the directory."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--target", type=Path, required=True)
-    parser.add_argument("--draft", type=Path, required=True)
+    parser.add_argument("--target", type=Path, required=True, help="train_target.py's --out")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument(
-        "--query-scale",
-        type=float,
-        default=1.0,
-        help="factor of the draft's queries, for scores that training drove far apart",
-    )
     args = parser.parse_args()
     params = pickle.loads((args.target / "state.pkl").read_bytes())["params"]
-    trained = pickle.loads((args.draft / "draft.pkl").read_bytes())
-    trained["params"]["q"] = trained["params"]["q"] * args.query_scale
     vocab_size = json.loads((args.data / "corpus.json").read_text())["vocab_size"]
-    config = target.Config(vocab_size=vocab_size)
-    for name in ("mini-target", "mini-draft"):
-        (args.out / name).mkdir(parents=True, exist_ok=True)
-    write_target(config, params, args.data, args.out / "mini-target")
-    draft_out = args.out / "mini-draft"
-    write_draft(draft.Config(), trained["params"], trained["draft_ids"], config, draft_out)
-    size = sum(path.stat().st_size for path in args.out.glob("mini-*/*"))
-    print(f"{size} bytes, {size / 2**20:.2f} MiB of {MAX_BYTES / 2**20:.0f}")
-    if size > MAX_BYTES:
-        raise SystemExit("the pair is larger than it may be")
+    args.out.mkdir(parents=True, exist_ok=True)
+    write_target(target.Config(vocab_size=vocab_size), params, args.data, args.out)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Writes `tests/golden/prompts.json`: held-out prompts, the same whenever it runs on this Python.
 
 `python prompts.py --checkpoint DIR --out FILE`: 64 golden prompts and 32 for evaluation. Each
-begins at an unindented line of a held-out file and is 8 to 48 tokens long.
+begins at an unindented line of a held-out file and is 16 to 96 tokens long.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import numpy as np
 import tokenizer
 
 NUM_GOLDEN, NUM_EVALUATION = 64, 32
-MIN_TOKENS, MAX_TOKENS = 8, 48
+MIN_TOKENS, MAX_TOKENS = 16, 96
 
 
 def candidates(text: str) -> list[int]:

@@ -1,9 +1,8 @@
-"""Reads an exported pair back into training form, from the files alone (numpy, no jaxspec)."""
+"""Reads an exported target back into training form, from the files alone (numpy, no jaxspec)."""
 
 import json
 from pathlib import Path
 
-import draft
 import ml_dtypes
 import numpy as np
 import safetensors
@@ -92,30 +91,3 @@ def read_target(directory: Path) -> tuple[target.Config, target.Params]:
         "layers": [layer(i) for i in range(config.num_hidden_layers)],
     }
     return config, params
-
-
-def read_draft(directory: Path) -> tuple[draft.Config, dict, np.ndarray]:
-    """Returns the draft's config, its parameters, and the target id of every draft id."""
-    content = json.loads((directory / "config.json").read_text())
-    ids = content["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-    names = draft.Config.__dataclass_fields__
-    known = {name: content[name] for name in names if name in content}
-    config = draft.Config(**known, boundaries=tuple(k + 1 for k in ids))
-    tensors = read_tensors(directory)
-
-    def linear(name: str) -> np.ndarray:
-        return np.ascontiguousarray(tensors[f"{name}.weight"].astype(np.float32).T)
-
-    p = {key: linear(f"midlayer.self_attn.{key}_proj") for key in "qkvo"}
-    p |= {key: linear(f"midlayer.mlp.{key}_proj") for key in ("gate", "up", "down")}
-    p |= {"fc": linear("fc"), "head": linear("lm_head")}
-    norms = {
-        "input_norm": "midlayer.input_layernorm",
-        "hidden_norm": "midlayer.hidden_norm",
-        "post_norm": "midlayer.post_attention_layernorm",
-        "norm": "norm",
-    }
-    p |= {key: tensors[f"{name}.weight"].astype(np.float32) for key, name in norms.items()}
-    draft_ids = tensors["d2t"] + np.arange(len(tensors["d2t"]))
-    assert np.array_equal(np.flatnonzero(tensors["t2d"]), draft_ids)
-    return config, p, draft_ids

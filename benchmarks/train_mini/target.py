@@ -19,7 +19,7 @@ Params = dict
 class Config:
     """The sizes, under Hugging Face's names. All RMSNorms, the latents' too, use rms_norm_eps."""
 
-    vocab_size: int = 1536
+    vocab_size: int = 320
     hidden_size: int = 256
     num_hidden_layers: int = 6
     intermediate_size: int = 256

@@ -2,10 +2,12 @@
 
 The learning rate falls linearly to zero over *elapsed time*, so a busy machine shortens the run and
 never cuts the schedule. State is saved every few minutes; `--resume` continues from it, with other
-window lengths if asked. Set XLA_FLAGS=--xla_force_host_platform_device_count=<cores>.
+window lengths if asked. `--start` begins with an exported target, whose vocabulary may be larger.
+Set XLA_FLAGS=--xla_force_host_platform_device_count=<cores>.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import pickle
@@ -16,7 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import read_export
 import target
+import tokenizer
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -99,6 +103,24 @@ def heldout_loss(params, config, stream, length, batch, num_batches=None, is_int
     return total / (len(starts) * length), lost
 
 
+def started(checkpoint, data, config):
+    """Returns an exported target's parameters, as far as its ids are this vocabulary's.
+
+    A BPE's merges are learnt one after the other, so a smaller vocabulary is the larger's
+    beginning, and a token that is no longer there is written as several that are.
+    """
+    own, other = ((folder / "tiktoken.model").read_text() for folder in (data, checkpoint))
+    if not other.startswith(own):
+        raise SystemExit(f"the tokens of {data} are not the first of {checkpoint}'s")
+    read, params = read_export.read_target(checkpoint)
+    if (expected := dataclasses.replace(config, vocab_size=read.vocab_size)) != read:
+        raise SystemExit(f"{checkpoint} is {read}, and what is trained {expected}")
+    specials = tokenizer.NUM_SPECIAL
+    kept = np.r_[: config.vocab_size - specials, read.vocab_size - specials : read.vocab_size]
+    params |= {"embed": params["embed"][kept], "head": params["head"][:, kept]}
+    return jax.tree.map(jnp.asarray, params)
+
+
 def save(path, **state):
     """Writes the state to one file, replacing it in one move."""
     state = jax.tree.map(np.asarray, state)
@@ -113,6 +135,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, required=True)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--start", type=Path, help="an exported target to begin with")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--lr", type=float, default=3e-3)
@@ -123,7 +146,8 @@ def main() -> None:
     train, heldout = (np.load(args.data / f"{part}.npy") for part in ("train", "heldout"))
     vocab_size = json.loads((args.data / "corpus.json").read_text())["vocab_size"]
     config = target.Config(vocab_size=vocab_size)
-    params = target.init(config, seed=0)
+    start = args.start
+    params = started(start, args.data, config) if start else target.init(config, seed=0)
     state = OPTIMISER.init(params)
     before, step, path = 0.0, 0, args.out / "state.pkl"
     if args.resume:
