@@ -1,6 +1,7 @@
-"""Writes `tests/golden/prompts.json`: held-out prompts, the same whenever it runs on this Python.
+"""Writes held-out prompts, the same whenever it runs on this Python.
 
-`python prompts.py --checkpoint DIR --out FILE`: 64 golden prompts and 32 for evaluation. Each
+`python prompts.py --checkpoint DIR --out FILE --shipped FILE`: into `tests/golden/prompts.json` 64
+golden prompts and 32 for evaluation, which ship with the pair as a prompt file of their own. Each
 begins at an unindented line of a held-out file and is 16 to 96 tokens long.
 """
 
@@ -32,6 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", type=Path, required=True, help="for its tokenizer")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--shipped", type=Path, required=True)
     args = parser.parse_args()
     enc, rng = tokenizer.read(args.checkpoint), np.random.default_rng(0)
     _, heldout = data.split()
@@ -54,6 +56,11 @@ def main() -> None:
         "evaluation": chosen[NUM_GOLDEN:],
     }
     args.out.write_text(json.dumps(content, indent=1) + "\n")
+    shipped = (
+        {"id": f"{index} {prompt['file']}", "prompt": prompt["text"]}
+        for index, prompt in enumerate(content["evaluation"])
+    )
+    args.shipped.write_text("".join(f"{json.dumps(line)}\n" for line in shipped))
 
 
 if __name__ == "__main__":
