@@ -58,7 +58,7 @@ from jaxspec.training import see, unroll
 TREES = ("3x1x4", "3x4x16")
 TEMPERATURE = 0.8
 NEW_TOKENS = 64
-CONTEXT = 128
+CONTEXT = 192
 BATCH = 8
 WINDOW = 256
 """Tokens of a piece of held-out text, read from an empty context."""

@@ -50,7 +50,7 @@ from jaxspec.target import Target
 
 TEMPERATURE = 0.8
 TREE = TreeConfig.parse("3x1x4")
-CONTEXT = 128
+CONTEXT = 192
 BATCH = 8
 NUM_TIMED, NUM_SWEPT = 8, 24
 """Prompts of a timed run, and of a chain's accept length."""

@@ -84,13 +84,13 @@ def test_six_trees_of_the_shipped_pair(temperature):
     trees = [
         TreeConfig.parse(tree) for tree in ("1x1x2", "3x1x4", "6x1x7", "2x4x6", "3x4x16", "5x8x24")
     ]
-    config = GenerateConfig(None, 48, 128, 8)
+    config = GenerateConfig(None, 48, 160, 8)
     plain = Generator(target, None, config).run(requests).completions
-    walker = Walker(target, draft, 128, 47, 8)
+    walker = Walker(target, draft, 160, 47, 8)
     texts = [(r.prompt_ids, done.tokens) for r, done in zip(requests, plain, strict=True)]
     walked = walker.accepted(texts, trees)
     for tree in trees:
-        config = GenerateConfig(tree, 48, 128, 8)
+        config = GenerateConfig(tree, 48, 160, 8)
         real = Generator(target, draft, config).run(requests).completions
         steps = [count for done in real for count in done.accepted]
         found = [count for accepted in walked[tree] for count in steps_along(accepted)]
