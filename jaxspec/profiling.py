@@ -294,7 +294,7 @@ class _ProfilerCost:
         if count < wanted:
             raise InputError(
                 f"jax {jax.__version__} runs the {wanted} operations on which the profiler's own "
-                f"time is measured as {count}: it cannot be taken off; another version of jax may do"
+                f"time is measured as {count}: it cannot be taken off; try another version of jax"
             )
         return max(0.0, 1e3 * (self._fastest_ms[True] - self._fastest_ms[False]) / count)
 

@@ -97,7 +97,7 @@ def test_what_the_profiler_adds_is_of_operations_that_it_saw(tmp_path, monkeypat
     xplane, _ = profile_files(tmp_path)
     adds.us(xplane)  # all were seen
     adds.OPERATIONS = 4  # as if the compiler had made three of four
-    with pytest.raises(InputError, match="runs the 160 operations .* as 120: it cannot"):
+    with pytest.raises(InputError, match=r"runs the 160 operations .* as 120: it cannot"):
         adds.us(xplane)
 
 
