@@ -45,6 +45,9 @@ _IN_PLACE = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "con
 
 _RUNS_OTHERS = {"while", "conditional", "call"}
 
+# XLA:CPU compiles a small loop into one kernel, and a call of this attribute is that kernel.
+_KERNEL_CALL = 'xla_cpu_small_call="true"'
+
 # They start nothing on the device. An asynchronous -done waits for what its -start has started.
 _STARTS_NOTHING = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all",
                    "optimization-barrier", "while", "conditional", "call"}  # fmt: skip
@@ -242,7 +245,8 @@ class Operation(NamedTuple):
     """An instruction that a profile may name.
 
     Attributes:
-      opcode: of the instruction itself; of an asynchronous start or end, that of the whole.
+      opcode: of the instruction itself; of an asynchronous start or end, that of the whole;
+        "fusion" of a call that XLA:CPU compiled into one kernel.
       num_bytes: of its result, on each device.
       scopes: each way of reaching it, as `Run.scopes` has one: two loops that are equal may share a
         body.
@@ -273,11 +277,13 @@ def operations(hlo: str) -> dict[str, Operation]:
     def visit(name: str, outer: tuple[str, ...]) -> None:
         for i in computations[name].values():
             opcode = i.opcode.removesuffix("-start").removesuffix("-done")
+            if _KERNEL_CALL in i.text:
+                opcode = "fusion"
             operation = found.setdefault(i.name, Operation(opcode, _result_bytes(i), set()))
             scopes = (*outer, _scope(i))
             if scopes not in operation.scopes:
                 operation.scopes.add(scopes)
-                if i.opcode in _RUNS_OTHERS:
+                if operation.runs_others:
                     for called in _called(i):
                         visit(called, scopes)
 

@@ -158,3 +158,13 @@ def test_its_operations_by_name():
     assert {"negated", "b"} <= set(found)  # either branch may run
     with pytest.raises(ValueError, match="not the text"):
         module_name("ENTRY %main")
+
+
+def test_a_small_loop_on_a_cpu_is_one_operation():
+    # jax 0.11.2 and 0.12.0.1 both compile it so, in a call that is a kernel: nothing runs in it.
+    def program(x):
+        return lax.fori_loop(0, 10, lambda i, x: x * 0.5 + i, x)
+
+    found = operations(jax.jit(program).lower(jnp.zeros(4)).compile().as_text())
+    assert "fusion" in {one.opcode for one in found.values()}
+    assert not any(one.runs_others for one in found.values()), found

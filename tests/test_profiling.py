@@ -13,10 +13,10 @@ from jaxspec.hlo import operations
 from jaxspec.phases import LOOP, PARTS
 from jaxspec.profile_report import CALL, COLLECTIVES, UNKNOWN, PhaseTime
 from jaxspec.profile_view import draw, show
-from jaxspec.profiling import Attribution, ProfileConfig, profile_step
+from jaxspec.profiling import Attribution, ProfileConfig, _profiler, _ProfilerCost, profile_step
 from jaxspec.requests import Request
 from jaxspec.tokenizer import load_tokenizer
-from jaxspec.trace import Event
+from jaxspec.trace import Event, profile_files
 
 PROGRAM = """HloModule jit_traced, is_scheduled=true
 
@@ -86,6 +86,19 @@ def test_what_the_profiler_adds_is_taken_off_for_each_operation():
         taken = with_it[name].ms - phase.ms
         assert taken == pytest.approx(0.1e-3 * phase.operations), name
     assert all(phase.ms == 0 for name, phase in found.phases(0, 2, 9.0).items() if name != CALL)
+
+
+def test_what_the_profiler_adds_is_of_operations_that_it_saw(tmp_path, monkeypatch):
+    monkeypatch.setattr(_ProfilerCost, "OPERATIONS", 3)
+    adds = _ProfilerCost()
+    adds.run(is_traced=False)
+    with _profiler(tmp_path):
+        adds.run(is_traced=True)
+    xplane, _ = profile_files(tmp_path)
+    adds.us(xplane)  # all were seen
+    adds.OPERATIONS = 4  # as if the compiler had made three of four
+    with pytest.raises(InputError, match=r"runs the 160 operations .* as 120: it cannot"):
+        adds.us(xplane)
 
 
 def test_several_devices_are_averaged():
