@@ -371,6 +371,8 @@ def _with_draft_rows(
     has_last_B, last_B11 = is_last_BP.any(1), jnp.argmax(is_last_BP, axis=1)[:, None, None]
     recurrent_BD = jnp.take_along_axis(drafted.recurrent, last_B11, axis=1)[:, 0]
     is_bad_B = has_last_B & ~jnp.isfinite(recurrent_BD).all(1) & (state.status == Status.RUNNING)
+    # A count that waits for the whole pass: the cache is written when all have read it, in place.
+    count_B = jnp.where(is_bad_B, 0, count_B)
     return dataclasses.replace(
         state,
         draft_cache=commit(

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxspec.config import TreeConfig
 from jaxspec.errors import InputError
 from jaxspec.generator import GenerateConfig, Generator
+from jaxspec.hlo import loop_writes
 from jaxspec.prompts import EncodedPrompt, Prompt
 from jaxspec.requests import Completion, Request
 from jaxspec.text import SamplingConfig, TextRun, stream
@@ -94,6 +95,15 @@ def test_capacity_and_limits(free):
 
 def same(got: Completion, wanted: Completion) -> None:
     assert (got.tokens, got.accepted, got.finish) == (wanted.tokens, wanted.accepted, wanted.finish)
+
+
+def test_a_step_copies_no_cache(target, draft):
+    """The target's and the draft's are read by blocks of slots, and written in place."""
+    slots = 1021  # a size that nothing else has
+    config = GenerateConfig(TREE, 8, slots, PLACES)
+    text = Generator(target, draft, config).decode_hlo
+    assert text.count(f",{slots},") > 10
+    assert not [write for write in loop_writes(text) if slots in write.shape[-2:]]
 
 
 def test_alone_and_together_in_three_orders(free):
