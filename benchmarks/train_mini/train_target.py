@@ -26,21 +26,29 @@ from jax.sharding import PartitionSpec as P
 
 CAPACITY_FACTOR = 1.25  # training only; choices past it are dropped
 BALANCE_RATE = 0.02  # step of the auxiliary-loss-free bias update, times the learning-rate decay
+NEXT_WEIGHT = 0.3  # of the loss of the token after the next one: DeepSeek-V3's, at first
 OPTIMISER = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(0.9, 0.95))
 
 
 def loss_fn(params, config, ids, is_int4):
-    """Returns (mean next-token loss in nats, (tokens per expert, choices dropped))."""
-    logits, _, loads, dropped = target.forward(
-        config, params, ids[:, :-1], CAPACITY_FACTOR, is_int4
-    )
-    hot = jax.nn.one_hot(ids[:, 1:], config.vocab_size)
-    loss = -jnp.mean(jnp.sum(hot * jax.nn.log_softmax(logits), -1))
-    return loss, (loads, dropped)
+    """Returns (loss in nats, (that of the next token, of the one after, tokens per expert,
+    choices dropped))."""
+    given, module = ids[:, :-1], params.get("next")
+    logits, states, loads, dropped = target.forward(config, params, given, CAPACITY_FACTOR, is_int4)
+
+    def nats(logits, ids):
+        hot = jax.nn.one_hot(ids, config.vocab_size)
+        return -jnp.mean(jnp.sum(hot * jax.nn.log_softmax(logits), -1))
+
+    loss, after = nats(logits, ids[:, 1:]), jnp.zeros(())
+    if module is not None:
+        ahead = target.next_logits(config, params, module, states, given)
+        after = nats(ahead, ids[:, 2:])
+    return loss + NEXT_WEIGHT * after, (loss, after, loads, dropped)
 
 
 def gradients(params, ids, config, is_int4):
-    """Returns (loss, tokens per expert, share dropped, gradients), the mean over the cores.
+    """Returns (losses, tokens per expert, share dropped, gradients), the mean over the cores.
 
     Every core takes its part of the batch, experts' capacity included: XLA:CPU runs gathers and
     many fusions on one thread, so two devices of one core beat one device of two.
@@ -48,10 +56,10 @@ def gradients(params, ids, config, is_int4):
     mesh = jax.make_mesh((jax.device_count(),), ("core",), axis_types=(AxisType.Auto,))
 
     def part(params, ids):
-        (loss, (loads, dropped)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+        (_, (*losses, loads, dropped)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
             params, config, ids, is_int4
         )
-        return jax.lax.pmean((loss, loads, dropped / loads.sum(), grads), "core")
+        return jax.lax.pmean((losses, loads, dropped / loads.sum(), grads), "core")
 
     split = jax.shard_map(
         part, mesh=mesh, in_specs=(P(), P("core")), out_specs=P(), check_vma=False
@@ -61,13 +69,13 @@ def gradients(params, ids, config, is_int4):
 
 @functools.partial(jax.jit, static_argnums=(3, 4), donate_argnums=(0, 1))
 def train_step(params, state, ids, config, is_int4, rate, balance):
-    """Returns (params, optimiser state, loss, share of choices dropped)."""
-    loss, loads, dropped, grads = gradients(params, ids, config, is_int4)
+    """Returns (params, optimiser state, losses, share of choices dropped)."""
+    losses, loads, dropped, grads = gradients(params, ids, config, is_int4)
     updates, state = OPTIMISER.update(grads, state)
     params = optax.apply_updates(params, optax.tree.scale(-rate, updates))
     for p, load in zip(params["layers"][1:], loads, strict=True):
         p["router_bias"] = p["router_bias"] + balance * jnp.sign(load.mean() - load)
-    return params, state, loss, dropped
+    return params, state, losses, dropped
 
 
 def windows(stream, length, batch, seed):
@@ -140,6 +148,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--int4-from", type=float, default=0.6, help="share of time before int4")
+    parser.add_argument("--ahead", action="store_true", help="predict the token after, too")
     parser.add_argument("--save-minutes", type=float, default=4)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -148,6 +157,8 @@ def main() -> None:
     config = target.Config(vocab_size=vocab_size)
     start = args.start
     params = started(start, args.data, config) if start else target.init(config, seed=0)
+    if args.ahead:
+        params |= {"next": target.init_next(dataclasses.replace(config, intermediate_size=1024), 1)}
     state = OPTIMISER.init(params)
     before, step, path = 0.0, 0, args.out / "state.pkl"
     if args.resume:
@@ -162,16 +173,16 @@ def main() -> None:
         if share >= 1:
             break
         rate = min(1.0, (step + 1) / 60) * (1 - share)
-        params, state, loss, dropped = train_step(
+        params, state, losses, dropped = train_step(
             params, state, ids.astype(np.int32), config, share >= args.int4_from,
             args.lr * rate, BALANCE_RATE * (1 - share),
         )  # fmt: skip
-        loss.block_until_ready()  # or steps queue up and the schedule runs ahead of them
+        jax.block_until_ready(losses)  # or steps queue up and the schedule runs ahead of them
         step += 1
         if time.time() - shown > 15:
             shown = time.time()
             line = {"step": step, "tokens": step * args.batch * args.length}
-            line |= {"seconds": round(elapsed), "loss": round(float(loss), 4)}
+            line |= {"seconds": round(elapsed), "loss": [round(float(x), 4) for x in losses]}
             print(json.dumps(line | {"dropped": round(float(dropped), 4)}), flush=True)
         if time.time() - saved > args.save_minutes * 60:
             saved = time.time()
