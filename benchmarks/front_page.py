@@ -1,5 +1,5 @@
-"""Writes the figures of README.md, and the list of results in benchmarks/README.md, from the JSON
-files in results/.
+"""Writes the figures of README.md, and the list of results and the table of what others publish in
+benchmarks/README.md, from the JSON files in results/.
 
     python benchmarks/front_page.py [--check]
 
@@ -15,6 +15,8 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import published
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -218,7 +220,7 @@ def results() -> str:
     for path in sorted(RESULTS.glob("*.json")):
         one = json.loads(path.read_text())
         if "command" not in one:
-            continue  # quoted from others: published.py has a table of it
+            continue  # quoted from others: `published` makes a table of it
         load = f"{one['load_before']:.1f}" if "load_before" in one else ""
         command = f"`{one['command'].removeprefix('python benchmarks/')}`"
         file = f"[`{path.name}`](results/{path.name})"
@@ -259,7 +261,7 @@ def wrapped(text: str) -> str:
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"figures": figures, "story": story, "pair": pair},
-    ROOT / "benchmarks" / "README.md": {"results": results},
+    ROOT / "benchmarks" / "README.md": {"results": results, "published": published.page},
 }
 """The pages, and the blocks of each, by name."""
 

@@ -1,20 +1,15 @@
-"""Prints what others publish of drafts for Kimi beside what was measured here, as a table.
-
-    python benchmarks/published.py [--write]
+"""What others publish of drafts for Kimi, beside what was measured here, as a table.
 
 From `results/published.json`: figures as they stand in their sources. `measured` is filled by hand,
-with what the draft's command reports. --write puts the table into `README.md` beside this program,
-between its two marks.
+with what the draft's command reports; `front_page.py` then writes the table into `README.md` beside
+this file.
 """
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "published.json"
-BEGIN, END = "<!-- published.py writes from here -->", "<!-- to here -->"
+RESULTS = Path(__file__).parent / "results" / "published.json"
 
 
 def command(entry: dict[str, Any]) -> str:
@@ -29,8 +24,9 @@ def command(entry: dict[str, Any]) -> str:
     )
 
 
-def page(entries: list[dict[str, Any]]) -> str:
+def page() -> str:
     """The table, and the commands under it."""
+    entries = json.loads(RESULTS.read_text("utf-8"))["drafts"]
     lines = [
         "| draft | figure | tree | engine | data set | n | published | measured | source |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -56,25 +52,3 @@ def page(entries: list[dict[str, Any]]) -> str:
             lines.append(f"| {' | '.join(cells)} |")
     commands = dict.fromkeys(filter(None, map(command, entries)))
     return "\n".join([*lines, "", "```sh", *commands, "```"])
-
-
-def written(text: str, table: str) -> str:
-    """A page with the table between its marks."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--write", action="store_true", help="into README.md, in place of stdout")
-    args = parser.parse_args()
-    table = page(json.loads(RESULTS.read_text("utf-8"))["drafts"])
-    if args.write:
-        readme = HERE / "README.md"
-        readme.write_text(written(readme.read_text("utf-8"), table), "utf-8")
-    else:
-        print(table)
-
-
-if __name__ == "__main__":
-    main()

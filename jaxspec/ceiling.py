@@ -24,25 +24,23 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.aliases import Progress
-from jaxspec.cache import Latents, commit
+from jaxspec.cache import Latents
 from jaxspec.config import TreeConfig
 from jaxspec.contracts import DraftIds, TargetIds
 from jaxspec.dims import typed
 from jaxspec.draft import Borrowed, Draft
 from jaxspec.errors import InputError
 from jaxspec.figures import accept_per_depth, ratio
+from jaxspec.known_texts import Chunk, Texts, read_texts, texts_in, whole_chunks
 from jaxspec.mla import Pass
-from jaxspec.requests import Request, sampling_of
+from jaxspec.requests import Request
 from jaxspec.sampling import Sampling, keep_top
 from jaxspec.sharding import devices_of, specs_of
 from jaxspec.target import Target
 from jaxspec.tree import Tree, build_from_levels
 from jaxspec.verify import accept
 
-__all__ = ["CHUNK", "Ceiling", "TextCeiling", "Texts", "accept_ceiling", "texts_in"]
-
-CHUNK = 128
-"""Tokens per pass over the text: one compilation for every length."""
+__all__ = ["Ceiling", "TextCeiling", "accept_ceiling"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +143,7 @@ def accept_ceiling(
         capture = target.asked_for(draft.config.boundaries)
     pairs = list(zip(requests, emitted, strict=True))
     longest = max((len(r.prompt_ids) + len(tokens) for r, tokens in pairs), default=0)
-    slots = -(-longest // CHUNK) * CHUNK
+    slots = whole_chunks(longest)
     if target.numerics.mesh is not None:
         batch_size += -batch_size % target.numerics.mesh.data
     measure = _measurer(target, draft, tree, capture, batch_size, slots)
@@ -174,7 +172,7 @@ def accept_ceiling(
 
 def _measurer(
     target: Target, draft: Draft | None, tree: TreeConfig, capture: Any, batch: int, slots: int
-) -> Callable[["Texts"], Any]:
+) -> Callable[[Texts], Any]:
     """What gives, on the host, what may follow each position of some texts, and `_walk` of them."""
     graph, params = nnx.split((target, draft))
 
@@ -215,21 +213,6 @@ def _measurer(
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["tokens", "prompt_len", "text_len", "sampling"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
-class Texts:
-    """Prompts with what follows: [B,S] ids, `prompt_len` [B] and `text_len` [B] of them."""
-
-    tokens: Any
-    prompt_len: Any
-    text_len: Any
-    sampling: Sampling
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
     data_fields=["log_prob", "token", "guess_log_prob", "guess_agrees"],
     meta_fields=[],
 )
@@ -249,18 +232,6 @@ class _Seen:
     guess_agrees: Any
 
 
-def texts_in(pairs: Sequence[tuple[Request, Sequence[int]]], batch_size: int, slots: int) -> Texts:
-    """The texts of a batch; places without one are empty."""
-    tokens = np.zeros((batch_size, slots), np.int32)
-    prompt_len, text_len = np.zeros(batch_size, np.int32), np.zeros(batch_size, np.int32)
-    for b, (request, emitted) in enumerate(pairs):
-        whole = [*request.prompt_ids, *emitted]
-        tokens[b, : len(whole)] = whole
-        prompt_len[b], text_len[b] = len(request.prompt_ids), len(whole)
-    sampling = sampling_of({b: request for b, (request, _) in enumerate(pairs)}, batch_size)
-    return Texts(tokens, prompt_len, text_len, sampling)
-
-
 def _read(
     target: Target,
     draft: Draft | None,
@@ -274,46 +245,24 @@ def _read(
     Args:
       caches: the target's and the draft's, empty.
     """
-    batch, slots = texts.tokens.shape
-    vocab_size = target.config.vocab_size
-    borrowed = Borrowed.of(target)
-    # The draft reads one token further; past a text's end its guesses are about nothing.
-    tokens_BS = jnp.pad(texts.tokens, ((0, 0), (0, 1)))
-    row_BT = jnp.broadcast_to(jnp.arange(CHUNK, dtype=jnp.int32), (batch, CHUNK))
 
-    def chunk(carry, start):
-        target_cache, draft_cache, guess_B = carry
-        pos_BT, start_B = start + row_BT, jnp.broadcast_to(start, (batch,))
-        is_real_BT = pos_BT < texts.text_len[:, None]
-        at = Pass(pos_BT, start_B, None, is_real_BT)
-        place = row_BT, start_B, is_real_BT.sum(1, dtype=jnp.int32)
-        ids_BT = lax.dynamic_slice_in_dim(tokens_BS, start, CHUNK, axis=1)
-        seen = target(TargetIds(ids_BT, vocab_size), at, target_cache, capture)
-        target_cache = commit(target_cache, seen.rows, *place, target.stripe)
-        log_prob_BTV = _log_probs(target.logits(seen.hidden), texts.sampling)
+    def say(guess_B: jax.Array, chunk: Chunk) -> tuple[jax.Array, _Seen]:
+        log_prob_BTV = _log_probs(chunk.logits, texts.sampling)
         log_prob_BTW, token_BTW = lax.top_k(log_prob_BTV, tree.branches)
-        if draft is None:
-            return (target_cache, None, guess_B), _Seen(log_prob_BTW, token_BTW, None, None)
-        assert seen.features is not None, "there is a draft, so they were captured"
-        next_BT = lax.dynamic_slice_in_dim(tokens_BS, start + 1, CHUNK, axis=1)
-        drafted = draft.fuse(
-            seen.features, TargetIds(next_BT, vocab_size), at, draft_cache, borrowed
-        )
-        draft_cache = commit(draft_cache, drafted.rows, *place, draft.stripe)
-        best = jnp.argmax(draft.logits(drafted.recurrent, borrowed), axis=-1).astype(jnp.int32)
+        if draft is None or chunk.drafted is None:
+            return guess_B, _Seen(log_prob_BTW, token_BTW, None, None)
+        logits_BTU = draft.logits(chunk.drafted.recurrent, Borrowed.of(target))
+        best = jnp.argmax(logits_BTU, axis=-1).astype(jnp.int32)
         ids = draft.vocab_map.to_target(DraftIds(best, draft.config.draft_vocab_size))
-        own_BT = ids.require(vocab_size, "ceiling")
+        own_BT = ids.require(target.config.vocab_size, "ceiling")
         # Row t of the draft has read token t + 1, and guesses what follows it.
         guess_BT = jnp.concatenate([guess_B[:, None], own_BT[:, :-1]], axis=1)
         guess_log_prob_BT = jnp.take_along_axis(log_prob_BTV, guess_BT[:, :, None], axis=-1)[..., 0]
         found = _Seen(log_prob_BTW, token_BTW, guess_log_prob_BT, guess_BT == token_BTW[..., 0])
-        return (target_cache, draft_cache, own_BT[:, -1]), found
+        return own_BT[:, -1], found
 
-    empty = (*caches, jnp.zeros((batch,), jnp.int32))
-    starts = jnp.arange(0, slots, CHUNK, dtype=jnp.int32)
-    (target_cache, _, _), chunks = lax.scan(chunk, empty, starts)
-    # [chunks, B, CHUNK, ...] -> [B, S, ...]
-    seen = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, slots, *x.shape[3:]), chunks)
+    none_B = jnp.zeros((texts.tokens.shape[0],), jnp.int32)
+    (target_cache, _), seen = read_texts(target, draft, caches, texts, capture, say, none_B)
     return target_cache, seen
 
 

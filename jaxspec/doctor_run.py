@@ -142,5 +142,5 @@ def prompts_within(
             )
     num_cut = sum(len(prompt.ids) > room for prompt in prompts)
     if num_cut:
-        display.say(f"{num_cut} prompts are longer than --context-length allows, and cut")
+        display.say(f"prompts cut, since --context-length allows no longer ones: {num_cut}")
     return [dataclasses.replace(prompt, ids=prompt.ids[:room]) for prompt in prompts], tokenizer

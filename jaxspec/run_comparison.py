@@ -190,7 +190,7 @@ class RunComparison:
             )
         for path, ids in self.only_in.items():
             if ids:
-                text += f"; {len(ids)} requests are only in {path}"
+                text += f"; requests only in {path}: {len(ids)}"
         whole = self.groups[0].accept_length if self.groups else None
         if whole is not None:
             both = f"{whole.a:.3f} and {whole.b:.3f}"

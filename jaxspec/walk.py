@@ -20,13 +20,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.aliases import Progress
-from jaxspec.cache import commit
-from jaxspec.ceiling import CHUNK, Texts, texts_in
 from jaxspec.config import TreeConfig
-from jaxspec.contracts import TargetIds
 from jaxspec.draft import Borrowed, Draft
 from jaxspec.errors import InputError
-from jaxspec.mla import Pass
+from jaxspec.known_texts import Chunk, Texts, read_texts, texts_in, whole_chunks
 from jaxspec.propose import grow, seed_from
 from jaxspec.requests import Request
 from jaxspec.sharding import devices_of, specs_of
@@ -59,7 +56,7 @@ class Walker:
         """
         if target.numerics.mesh is not None:
             batch_size += -batch_size % target.numerics.mesh.data
-        self._slots, self._num_roots = -(-slots // CHUNK) * CHUNK, num_roots
+        self._slots, self._num_roots = whole_chunks(slots), num_roots
         self._batch, self._vocab_size = batch_size, draft.config.draft_vocab_size
         self._capture = target.asked_for(draft.config.boundaries)
         self._devices = devices_of(target, draft, batch_size)
@@ -184,37 +181,15 @@ def _read(
     Args:
       caches: the target's and the draft's, empty.
     """
-    batch, slots = texts.tokens.shape
-    vocab_size, borrowed = target.config.vocab_size, Borrowed.of(target)
-    # The draft reads one token further; past a text's end its rows are about nothing.
-    tokens_BS = jnp.pad(texts.tokens, ((0, 0), (0, 1)))
-    row_BT = jnp.broadcast_to(jnp.arange(CHUNK, dtype=jnp.int32), (batch, CHUNK))
 
-    def chunk(caches, start):
-        target_cache, draft_cache = caches
-        pos_BT, start_B = start + row_BT, jnp.broadcast_to(start, (batch,))
-        is_real_BT = pos_BT < texts.text_len[:, None]
-        at = Pass(pos_BT, start_B, None, is_real_BT)
-        place = row_BT, start_B, is_real_BT.sum(1, dtype=jnp.int32)
-        ids_BT = lax.dynamic_slice_in_dim(tokens_BS, start, CHUNK, axis=1)
-        next_BT = lax.dynamic_slice_in_dim(tokens_BS, start + 1, CHUNK, axis=1)
-        seen = target(TargetIds(ids_BT, vocab_size), at, target_cache, capture)
-        target_cache = commit(target_cache, seen.rows, *place, target.stripe)
-        log_prob_BTV = jax.nn.log_softmax(target.logits(seen.hidden), axis=-1)
-        log_prob_BT = jnp.take_along_axis(log_prob_BTV, next_BT[:, :, None], axis=-1)[..., 0]
-        assert seen.features is not None, "they were captured"
-        drafted = draft.fuse(
-            seen.features, TargetIds(next_BT, vocab_size), at, draft_cache, borrowed
-        )
-        draft_cache = commit(draft_cache, drafted.rows, *place, draft.stripe)
-        return (target_cache, draft_cache), (drafted.recurrent, log_prob_BT)
+    def say(_: None, chunk: Chunk) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        assert chunk.drafted is not None, "there is a draft"
+        log_prob_BTV = jax.nn.log_softmax(chunk.logits, axis=-1)
+        log_prob_BT1 = jnp.take_along_axis(log_prob_BTV, chunk.next_ids[:, :, None], axis=-1)
+        return None, (chunk.drafted.recurrent, log_prob_BT1[..., 0])
 
-    starts = jnp.arange(0, slots, CHUNK, dtype=jnp.int32)
-    (_, draft_cache), chunks = lax.scan(chunk, caches, starts)
-    # [chunks, B, CHUNK, ...] -> [B, S, ...]
-    recurrent_BSD, log_prob_BS = jax.tree.map(
-        lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, slots, *x.shape[3:]), chunks
-    )
+    (_, draft_cache), said = read_texts(target, draft, caches, texts, capture, say, None)
+    recurrent_BSD, log_prob_BS = said
     return (draft_cache, recurrent_BSD), log_prob_BS
 
 

@@ -462,10 +462,9 @@ def test_a_process_that_fails_says_why():
 
 
 def test_published_figures_are_quoted_once():
-    """The page's table is the file's, and every figure has its source."""
+    """Every figure has its source. That the page says what the file does, `test_readme` holds."""
     entries = json.loads(published.RESULTS.read_text("utf-8"))["drafts"]
-    page = (BENCHMARKS / "README.md").read_text("utf-8")
-    assert published.written(page, published.page(entries)) == page
+    page = published.page()
     for entry in entries:
         assert entry["source"].startswith("https://") and entry["read"] and entry["figures"]
         assert all(one["measured"] is None or one["measured"] > 0 for one in entry["figures"])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec import ceiling as ceilings
+from jaxspec import known_texts
 from jaxspec.ceiling import Ceiling, accept_ceiling
 from jaxspec.config import TreeConfig
 from jaxspec.errors import InputError
@@ -28,7 +29,7 @@ SAMPLED, CUT, GREEDY = (
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
     """Passes of eight tokens, so that short texts cross from one into the next."""
-    monkeypatch.setattr(ceilings, "CHUNK", 8)
+    monkeypatch.setattr(known_texts, "CHUNK", 8)
 
 
 class Candidate(NamedTuple):

@@ -61,7 +61,7 @@ def test_the_first_token_that_differs_and_its_margin(write):
     assert not compare_runs(a, write("c", whole_z), margins, tie=1e-6).holds
     found = compare_runs(a, write("c", whole_z[:2]), margins, tie=1e-4)
     assert found.only_in[str(a)] == ("z",) and not found.holds
-    assert "1 requests are only in" in found.finding()
+    assert f"requests only in {a}: 1" in found.finding()
 
 
 def test_sampled_runs_have_no_margins(write):
