@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 CAPACITY_FACTOR = 1.25  # training only; choices past it are dropped
 BALANCE_RATE = 0.02  # step of the auxiliary-loss-free bias update, times the learning-rate decay
-NEXT_WEIGHT = 0.3  # of the loss of the token after the next one: DeepSeek-V3's, at first
+NEXT_WEIGHT = 1.0  # of the loss of the token after the next one
 OPTIMISER = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(0.9, 0.95))
 
 
