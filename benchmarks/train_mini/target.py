@@ -13,8 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 Params = dict
-CAPTURED = (2, 3, 5)
-"""The boundaries that the draft will read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,34 +229,3 @@ def forward(
         boundaries.append(x)
     logits = rms_norm(x, params["norm"], eps) @ params["head"]
     return logits, boundaries, jnp.stack(loads), dropped
-
-
-def init_next(config: Config, seed: int) -> Params:
-    """Returns fresh parameters of the module that `next_logits` runs, used in training only."""
-    rng = np.random.default_rng(seed)
-    d, layer = config.hidden_size, init(dataclasses.replace(config, num_hidden_layers=1), seed)
-    wide = len(CAPTURED) * d
-    return layer["layers"][0] | {
-        "feature_norm": jnp.ones(wide),
-        "embed_norm": jnp.ones(d),
-        "join": jnp.asarray(rng.normal(0, (wide + d) ** -0.5, (wide + d, d)), jnp.float32),
-        "norm": jnp.ones(d),
-    }
-
-
-def next_logits(
-    config: Config, params: Params, p: Params, boundaries: list[jax.Array], ids_BT: jax.Array
-) -> jax.Array:
-    """Returns what row t, which is given token t + 1, says of token t + 2: `[B, T - 1, V]`.
-
-    Multi-token prediction (arXiv:2412.19437, section 2.2): one more layer, under the target's own
-    embedding and head, whose gradient teaches the target to keep in its states what a draft needs.
-    """
-    eps = config.rms_norm_eps
-    states = jnp.concatenate([boundaries[b] for b in CAPTURED], -1)[:, :-1]
-    states = rms_norm(states, p["feature_norm"], eps)
-    token = rms_norm(params["embed"][ids_BT[:, 1:]], p["embed_norm"], eps)
-    x = jnp.concatenate([states, token], -1) @ p["join"]
-    x = x + attention(config, p, rms_norm(x, p["input_norm"], eps))
-    x = x + mlp(p["mlp"], rms_norm(x, p["post_norm"], eps))
-    return rms_norm(x, p["norm"], eps) @ params["head"]

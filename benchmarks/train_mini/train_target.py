@@ -14,6 +14,7 @@ import pickle
 import time
 from pathlib import Path
 
+import ahead
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,14 +27,14 @@ from jax.sharding import PartitionSpec as P
 
 CAPACITY_FACTOR = 1.25  # training only; choices past it are dropped
 BALANCE_RATE = 0.02  # step of the auxiliary-loss-free bias update, times the learning-rate decay
-NEXT_WEIGHT = 1.0  # of the loss of the token after the next one
+AHEAD_WEIGHT = 1.0  # of the loss of the token after the next one
 OPTIMISER = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(0.9, 0.95))
 
 
 def loss_fn(params, config, ids, is_int4):
     """Returns (loss in nats, (that of the next token, of the one after, tokens per expert,
     choices dropped))."""
-    given, module = ids[:, :-1], params.get("next")
+    given = ids[:, :-1]
     logits, states, loads, dropped = target.forward(config, params, given, CAPACITY_FACTOR, is_int4)
 
     def nats(logits, ids):
@@ -41,10 +42,9 @@ def loss_fn(params, config, ids, is_int4):
         return -jnp.mean(jnp.sum(hot * jax.nn.log_softmax(logits), -1))
 
     loss, after = nats(logits, ids[:, 1:]), jnp.zeros(())
-    if module is not None:
-        ahead = target.next_logits(config, params, module, states, given)
-        after = nats(ahead, ids[:, 2:])
-    return loss + NEXT_WEIGHT * after, (loss, after, loads, dropped)
+    if "ahead" in params:
+        after = nats(ahead.logits(config, params, states, given), ids[:, 2:])
+    return loss + AHEAD_WEIGHT * after, (loss, after, loads, dropped)
 
 
 def gradients(params, ids, config, is_int4):
@@ -158,7 +158,7 @@ def main() -> None:
     start = args.start
     params = started(start, args.data, config) if start else target.init(config, seed=0)
     if args.ahead:
-        params |= {"next": target.init_next(dataclasses.replace(config, intermediate_size=1024), 1)}
+        params |= {"ahead": ahead.init(config, seed=1)}
     state = OPTIMISER.init(params)
     before, step, path = 0.0, 0, args.out / "state.pkl"
     if args.resume:
