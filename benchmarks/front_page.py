@@ -230,6 +230,11 @@ def results() -> str:
     return table(header, rows)
 
 
+def of_others() -> str:
+    """What others publish of Kimi's drafts."""
+    return published.page(read("published")["drafts"])
+
+
 def read(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
@@ -261,7 +266,7 @@ def wrapped(text: str) -> str:
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"figures": figures, "story": story, "pair": pair},
-    ROOT / "benchmarks" / "README.md": {"results": results, "published": published.page},
+    ROOT / "benchmarks" / "README.md": {"results": results, "published": of_others},
 }
 """The pages, and the blocks of each, by name."""
 

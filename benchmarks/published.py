@@ -5,11 +5,7 @@ with what the draft's command reports; `front_page.py` then writes the table int
 this file.
 """
 
-import json
-from pathlib import Path
 from typing import Any
-
-RESULTS = Path(__file__).parent / "results" / "published.json"
 
 
 def command(entry: dict[str, Any]) -> str:
@@ -24,9 +20,8 @@ def command(entry: dict[str, Any]) -> str:
     )
 
 
-def page() -> str:
+def page(entries: list[dict[str, Any]]) -> str:
     """The table, and the commands under it."""
-    entries = json.loads(RESULTS.read_text("utf-8"))["drafts"]
     lines = [
         "| draft | figure | tree | engine | data set | n | published | measured | source |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -21,6 +21,7 @@ sys.path.insert(0, str(BENCHMARKS))  # where they import one another from
 import common  # noqa: E402
 import founding_story  # noqa: E402
 import fresh  # noqa: E402
+import front_page  # noqa: E402
 import gpu  # noqa: E402
 import kernel_timing  # noqa: E402
 import node  # noqa: E402
@@ -463,8 +464,8 @@ def test_a_process_that_fails_says_why():
 
 def test_published_figures_are_quoted_once():
     """Every figure has its source. That the page says what the file does, `test_readme` holds."""
-    entries = json.loads(published.RESULTS.read_text("utf-8"))["drafts"]
-    page = published.page()
+    entries = front_page.read("published")["drafts"]
+    page = published.page(entries)
     for entry in entries:
         assert entry["source"].startswith("https://") and entry["read"] and entry["figures"]
         assert all(one["measured"] is None or one["measured"] > 0 for one in entry["figures"])
