@@ -224,10 +224,10 @@ EVERY = ()
         (normed_features, (*QUICK, "feature norm"), {}, "no fc_norm"),
         (says(norm_output=True), (*QUICK, "recurrence", "residual"), {}, "norm_output false"),
         (
-            says(norm_before_residual=True),
+            says(norm_before_residual=False),
             (*QUICK, "recurrence", "residual"),
             {},
-            "norm_before_residual false",
+            "norm_before_residual true",
         ),
     ],
 )

@@ -188,7 +188,7 @@ def test_blames(mini, shipped, tmp_path, monkeypatch, fault):  # noqa: F811
     of_engine = of_doctor = load_draft(SHIPPED_DRAFT, numerics, target=target)
     with monkeypatch.context() as patch:
         if fault == "boundaries":
-            ids = {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}  # after: 1, 2, 4
+            ids = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
             wrong = other_claim(shipped, tmp_path / "draft", eagle_config=ids)
             of_engine = load_draft(wrong, numerics, target=target)
         elif fault == "stale rows":

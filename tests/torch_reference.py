@@ -167,11 +167,14 @@ def _write(directory: Path, config: dict, tensors: dict[str, np.ndarray]) -> Pat
 
 
 def boundaries_of(draft: Path) -> tuple[int, ...]:
-    """The boundaries a draft was trained on; speculators counts them, others layer outputs."""
+    """The boundaries a draft was trained on; others than speculators count layer outputs, unless
+    the config says what it counts."""
     config = json.loads((draft / "config.json").read_text())
     if "speculators_model_type" in config:
         return tuple(config["eagle_aux_hidden_state_layer_ids"])
-    return tuple(i + 1 for i in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
+    eagle = config["eagle_config"]
+    after = eagle.get("capture_convention") != "before"
+    return tuple(i + after for i in eagle["eagle_aux_hidden_state_layer_ids"])
 
 
 def prompt_ids() -> list[list[int]]:

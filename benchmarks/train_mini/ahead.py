@@ -1,8 +1,9 @@
-"""What the target learns beside the next token: the one after it, through a draft's eyes.
+"""What the target learns beside the next token: to be read by a draft.
 
-Multi-token prediction (arXiv:2412.19437, section 2.2) with EAGLE-3's one layer as the module: it
-reads the boundaries that the draft will read, and its gradient teaches the target to keep in them
-what a draft needs. It is thrown away; the draft that ships begins with nothing.
+Multi-token prediction (arXiv:2412.19437, section 2.2) with EAGLE-3's one layer as the module, and
+the target's own distribution as what it has to say: it reads the boundaries that the draft will
+read, and its gradient teaches the target to keep in them what a draft needs. It is thrown away;
+the draft that ships begins with nothing.
 """
 
 import jax
@@ -12,7 +13,7 @@ import target
 from target import Params, rms_norm
 
 CAPTURED = (2, 3, 5)
-HEADS, HEAD_DIM, MLP = 4, 48, 768
+HEADS, HEAD_DIM, MLP = 4, 96, 768
 ROPE_THETA = 10000.0
 
 
@@ -46,18 +47,28 @@ def rotate(x_BTNH: jax.Array) -> jax.Array:
 
 
 def logits(
-    config: target.Config, params: Params, boundaries: list[jax.Array], ids_BT: jax.Array
-) -> jax.Array:
-    """Returns what row t, which is given token t + 1, says of token t + 2: `[B, T - 1, V]`."""
-    p, eps = params["ahead"], config.rms_norm_eps
-    features = jnp.concatenate([boundaries[b] for b in CAPTURED], -1)[:, :-1]
-    x = rms_norm(features @ p["fc"], p["hidden_norm"], eps)
-    token = rms_norm(params["embed"][ids_BT[:, 1:]], p["input_norm"], eps)
-    both = jnp.concatenate([token, x], -1)
+    config: target.Config, params: Params, boundaries: list[jax.Array], ids_BT: jax.Array, depths: int
+) -> list[jax.Array]:
+    """Returns what is said of the tokens after the next one, `[B, T - d, V]` for depth d = 1, ...
+
+    Row t of depth d is given tokens t + 1 ... t + d and speaks of token t + d + 1. A depth past
+    the first goes on from the hidden states of the one before.
+    """
+    p, eps, out = params["ahead"], config.rms_norm_eps, []
+    x = jnp.concatenate([boundaries[b] for b in CAPTURED], -1) @ p["fc"]
+    for depth in range(1, depths + 1):
+        x = layer(p, x[:, :-1], params["embed"][ids_BT[:, depth:]], eps)
+        out.append(rms_norm(x, p["norm"], eps) @ params["head"])
+    return out
+
+
+def layer(p: Params, x: jax.Array, token: jax.Array, eps: float) -> jax.Array:
+    """Returns the layer's hidden states, given those before (features at first) and the tokens."""
+    x = rms_norm(x, p["hidden_norm"], eps)
+    both = jnp.concatenate([rms_norm(token, p["input_norm"], eps), x], -1)
     q, k, v = ((both @ p[name]).reshape(*x.shape[:2], HEADS, HEAD_DIM) for name in "qkv")
     scores = jnp.einsum("btnh,bsnh->bnts", rotate(q) * HEAD_DIM**-0.5, rotate(k))
     probs = jax.nn.softmax(jnp.where(np.tri(x.shape[1], dtype=bool), scores, -1e30), -1)
     out = jnp.einsum("bnts,bsnh->btnh", probs, v).reshape(*x.shape[:2], -1)
     x = x + out @ p["o"]  # the residual is the normed state: `norm_before_residual`
-    x = x + target.mlp(p, rms_norm(x, p["post_norm"], eps))
-    return rms_norm(x, p["norm"], eps) @ params["head"]
+    return x + target.mlp(p, rms_norm(x, p["post_norm"], eps))

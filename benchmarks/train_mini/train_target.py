@@ -27,24 +27,28 @@ from jax.sharding import PartitionSpec as P
 
 CAPACITY_FACTOR = 1.25  # training only; choices past it are dropped
 BALANCE_RATE = 0.02  # step of the auxiliary-loss-free bias update, times the learning-rate decay
-AHEAD_WEIGHT = 1.0  # of the loss of the token after the next one
+AHEAD_WEIGHTS = (2.0, 1.0)  # of the losses of the tokens after the next one
 OPTIMISER = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(0.9, 0.95))
 
 
 def loss_fn(params, config, ids, is_int4):
-    """Returns (loss in nats, (that of the next token, of the one after, tokens per expert,
+    """Returns (loss in nats, (those of the next token and of the ones after, tokens per expert,
     choices dropped))."""
     given = ids[:, :-1]
     logits, states, loads, dropped = target.forward(config, params, given, CAPACITY_FACTOR, is_int4)
 
-    def nats(logits, ids):
-        hot = jax.nn.one_hot(ids, config.vocab_size)
-        return -jnp.mean(jnp.sum(hot * jax.nn.log_softmax(logits), -1))
+    def nats(logits, probs):
+        return -jnp.mean(jnp.sum(probs * jax.nn.log_softmax(logits), -1))
 
-    loss, after = nats(logits, ids[:, 1:]), jnp.zeros(())
+    losses = [nats(logits, jax.nn.one_hot(ids[:, 1:], config.vocab_size))]
+    loss = losses[0]
     if "ahead" in params:
-        after = nats(ahead.logits(config, params, states, given), ids[:, 2:])
-    return loss + AHEAD_WEIGHT * after, (loss, after, loads, dropped)
+        said = jax.nn.softmax(jax.lax.stop_gradient(logits))
+        guesses = ahead.logits(config, params, states, given, len(AHEAD_WEIGHTS))
+        for depth, (weight, guess) in enumerate(zip(AHEAD_WEIGHTS, guesses, strict=True), 1):
+            losses.append(nats(guess, said[:, depth:]))
+            loss += weight * losses[-1]
+    return loss, (jnp.stack(losses), loads, dropped)
 
 
 def gradients(params, ids, config, is_int4):
@@ -56,7 +60,7 @@ def gradients(params, ids, config, is_int4):
     mesh = jax.make_mesh((jax.device_count(),), ("core",), axis_types=(AxisType.Auto,))
 
     def part(params, ids):
-        (_, (*losses, loads, dropped)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+        (_, (losses, loads, dropped)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
             params, config, ids, is_int4
         )
         return jax.lax.pmean((losses, loads, dropped / loads.sum(), grads), "core")
