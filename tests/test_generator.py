@@ -290,7 +290,7 @@ def test_a_bad_request_among_those_that_come(free):
             run(requests)
 
 
-def test_a_nan_leaves_the_generator_usable(target, draft):
+def test_a_nan_leaves_the_generator_usable(free, target, draft):
     """After a NaN in one request the next run starts clean: no place of the failed one runs on."""
     bad = nnx.clone(target)
     bad.embed[...] = bad.embed[...].at[23].set(jnp.nan)
@@ -303,8 +303,8 @@ def test_a_nan_leaves_the_generator_usable(target, draft):
         finished.extend(piece.index for piece in pieces)
     assert finished == [0], "what ended in the same call is handed over first"
     (fine,) = generator.run([Request((1, 2, 3), max_new_tokens=4)]).completions
-    (again,) = make(bad, draft).run([Request((1, 2, 3), max_new_tokens=4)]).completions
-    assert fine.tokens == again.tokens
+    (whole,) = free.run([Request((1, 2, 3), max_new_tokens=4)]).completions
+    assert 23 not in whole.tokens and fine.tokens == whole.tokens
 
 
 def test_a_draft_that_is_nan_is_not_silent(target, draft):

@@ -38,11 +38,12 @@ LEARNED, HELD_OUT = 512, 32
 """Windows."""
 PROMPT, NEW, PROMPTS = 64, 64, 48
 LEVELS = 3
+SIZES = {"head_dim": 48, "norm_before_residual": True}
 NUM_BATCHES = 3 * LEARNED // BATCH
 CONFIG = TrainConfig(
     LossConfig(num_steps=2, one_step_batches=NUM_BATCHES * 5 // 8),
     OptimizerConfig(
-        learning_rate=4e-2,
+        learning_rate=1e-2,
         num_batches=NUM_BATCHES,
         warm_up=10,
         clip=1.0,
@@ -100,7 +101,7 @@ def test_it_beats_a_bigram_draft(tmp_path):
         spread(Windows.of([sample(tokenizer, text) for text in part], LENGTH, vocab_size), count)
         for part, count in zip(texts(), (LEARNED, HELD_OUT), strict=True)
     )
-    shape = DraftShape(capture=(2, 3, 5), vocab_size=vocab_size, sizes={"head_dim": 48})
+    shape = DraftShape(capture=(2, 3, 5), vocab_size=vocab_size, sizes=SIZES)
     fresh = fresh_draft(target, shape, np.arange(vocab_size), seed=0)
     recorded = record_features(target, fresh.config.boundaries, learned, tmp_path / "features")
     report = train(target, fresh, recorded.windows(), held_out, CONFIG, tmp_path / "run")
