@@ -1,8 +1,7 @@
 """A draft that has learned for minutes knows more than what token follows which.
 
 From nothing, on features that the shipped target recorded of standard library text, three times
-around; held against counts of neighbouring tokens of the same text, on other text. Measured once:
-top-1 0.41 against 0.23, accept_length 1.31 against 1.19, 226 core-seconds.
+around; held against counts of neighbouring tokens of the same text, on other text.
 """
 
 import shutil
