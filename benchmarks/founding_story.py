@@ -245,10 +245,11 @@ def plot(figures: dict[str, Any], path: Path) -> None:
     errors = [one["standard_error"] for one in stages.values()]
     colors = ["lightgrey" if one["refused"] else "dimgrey" for one in stages.values()]
     story.barh(names, [v - 1 for v in values], left=1, xerr=errors, color=colors, capsize=3)
+    gain = max(values) - 1
     for place, (value, one) in enumerate(zip(values, stages.values(), strict=True)):
         told = "refused; unchecked " if one["refused"] else ""
-        story.text(max(values) + 0.05, place, f"{told}{value:.2f}", va="center", fontsize=8)
-    story.set_xlim(1, max(values) + 0.42)
+        story.text(1 + 1.06 * gain, place, f"{told}{value:.2f}", va="center", fontsize=8)
+    story.set_xlim(1, 1 + 1.75 * gain)
     story.invert_yaxis()
     story.tick_params(axis="y", labelsize=8)
     story.set(xlabel="accept_length", title=f"what the draft was given, tree {figures['tree']}")

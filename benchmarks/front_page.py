@@ -164,7 +164,8 @@ def story() -> str:
         f"`benchmarks/founding_story.py`: accept_length {told['the right boundaries']:.2f} becomes "
         f"{told['one state instead of three']:.2f} with one state in place of three, "
         f"{told['boundaries one too early']:.2f} with boundaries one too early, "
-        f"{told['boundaries one too late']:.2f} with boundaries one too late."
+        f"{told['boundaries one too late']:.2f} with boundaries one too late, and "
+        f"{told['the embedding in place of a layer']:.2f} with the embedding in place of the first."
     )
 
 

@@ -47,7 +47,11 @@ def rotate(x_BTNH: jax.Array) -> jax.Array:
 
 
 def logits(
-    config: target.Config, params: Params, boundaries: list[jax.Array], ids_BT: jax.Array, depths: int
+    config: target.Config,
+    params: Params,
+    boundaries: list[jax.Array],
+    ids_BT: jax.Array,
+    depths: int,
 ) -> list[jax.Array]:
     """Returns what is said of the tokens after the next one, `[B, T - d, V]` for depth d = 1, ...
 
