@@ -198,20 +198,23 @@ def pair() -> str:
         f"{text['nats_per_token']:.2f} nats a token, {text['bits_per_character']:.2f} bits a "
         "character, and the draft's guess:"
     )
-    depths = range(len(text["accepted"]))
-    shares = ("top1_agreement", "share_of_ceiling")
-    chances = ("accepted", "ceiling")
-    by_depth = {name: [f"{100 * x:.1f} %" for x in text[name]] for name in shares}
-    by_depth |= {name: [f"{x:.2f}" for x in text[name]] for name in chances}
+
+    def shares(name: str) -> list[str]:
+        return [f"{100 * share:.1f} %" for share in text[name]]
+
+    def chances(name: str) -> list[str]:
+        return [f"{chance:.2f}" for chance in text[name]]
+
     at = f"sampled at {mini['temperature']}"
     guesses = [
-        ("is the target's likeliest token", *by_depth["top1_agreement"]),
-        (f"is accepted, {at}, with probability", *by_depth["accepted"]),
-        ("where no guess could exceed", *by_depth["ceiling"]),
-        ("which is a share of", *by_depth["share_of_ceiling"]),
+        ("is the target's likeliest token", *shares("top1_agreement")),
+        (f"is accepted, {at}, with probability", *chances("accepted")),
+        ("where no guess could exceed", *chances("ceiling")),
+        ("which is a share of", *shares("share_of_ceiling")),
     ]
     header = ("", f"tree {TREE}", f"tree {LARGE_TREE}")
-    of_depths = table(("", *(f"depth {depth + 1}" for depth in depths)), guesses)
+    depths = [f"depth {depth}" for depth in range(1, len(text["accepted"]) + 1)]
+    of_depths = table(("", *depths), guesses)
     return f"{wrapped(before)}\n\n{table(header, rows)}\n\n{wrapped(after)}\n\n{of_depths}"
 
 

@@ -3,28 +3,9 @@
 import json
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
-import safetensors
 import target
-
-_DTYPES = {
-    "BF16": ml_dtypes.bfloat16,
-    "F32": np.float32,
-    "I32": np.int32,
-    "I64": np.int64,
-    "BOOL": np.bool_,
-}
-
-
-def read_tensors(directory: Path) -> dict[str, np.ndarray]:
-    """Returns every tensor of a directory's safetensors files by name."""
-    tensors = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        for name, info in safetensors.deserialize(path.read_bytes()):
-            array = np.frombuffer(info["data"], _DTYPES[info["dtype"]])
-            tensors[name] = array.reshape(info["shape"])
-    return tensors
+from safetensors.numpy import load_file
 
 
 def dequantise(tensors: dict[str, np.ndarray], name: str) -> np.ndarray:
@@ -46,7 +27,9 @@ def read_target(directory: Path) -> tuple[target.Config, target.Params]:
         rope_factor=rope["factor"],
         rope_original_length=rope["original_max_position_embeddings"],
     )
-    tensors = read_tensors(directory)
+    tensors: dict[str, np.ndarray] = {}
+    for path in directory.glob("*.safetensors"):
+        tensors |= load_file(path)
 
     def vector(name: str) -> np.ndarray:
         return tensors[f"language_model.{name}"].astype(np.float32)
