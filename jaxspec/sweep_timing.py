@@ -62,7 +62,7 @@ class Timer:
         best = next(b for b in setting.batches if b.batch_size == self.batch_size).best.tree
         for number in range(num_rounds):
             if self.log.find("whole", **here, round=number, tree=best) is None:
-                texts = self._texts_of(number, max(self.batch_size, 4))
+                texts = self._texts_of(number, 4 * self.batch_size)
                 order = (PLAIN, best) if number % 2 else (best, PLAIN)
                 cells = {name: self._whole(name, texts) for name in order}
                 self.log.append("whole", **here, round=number, tree=best, texts=texts, cells=cells)

@@ -1,5 +1,7 @@
 """Grouped-query attention over a key/value cache and the rows of this call (Llama-type drafts)."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -55,16 +57,45 @@ def gqa_attention(
     Raises:
       ValueError: the query heads are not a multiple of the key heads.
     """
-    batch, tokens, heads, width = q_BTNH.shape
-    kv_heads, slots = key_LNBSH.shape[1], key_LNBSH.shape[3]
+    heads, kv_heads = q_BTNH.shape[2], key_LNBSH.shape[1]
     if heads % kv_heads:
         raise ValueError(f"gqa_attention: {heads} query heads over {kv_heads} key heads")
+    if sees_BTT is None:
+        sees_BTT = jnp.tri(q_BTNH.shape[1], dtype=bool)[None]
+    arguments = (
+        *(q_BTNH, key_LNBSH, value_LNBSH, jnp.asarray(layer), kv_len_B),
+        *(new_key_NBTH, new_value_NBTH, sees_BTT),
+    )
+    if q_BTNH.shape[1] > 1 or heads > kv_heads:
+        return _attention(*arguments, rows_per_head=heads // kv_heads)
+    # Products of one query are a matrix and a vector, for which XLA:GPU wants the cache laid out
+    # otherwise: it writes a transposed copy of all of it in every step (seen for H200s). XLA:CPU
+    # takes three times as long over two queries.
+    return lax.platform_dependent(
+        *arguments,
+        cpu=functools.partial(_attention, rows_per_head=1),
+        default=functools.partial(_attention, rows_per_head=2),
+    )
+
+
+def _attention(
+    q_BTNH: jax.Array,
+    key_LNBSH: jax.Array,
+    value_LNBSH: jax.Array,
+    layer: jax.Array,
+    kv_len_B: jax.Array,
+    new_key_NBTH: jax.Array,
+    new_value_NBTH: jax.Array,
+    sees_BTT: jax.Array,
+    *,
+    rows_per_head: int,
+) -> jax.Array:
+    """As `gqa_attention`; queries of a key head are padded to `rows_per_head`."""
+    batch, tokens, heads, width = q_BTNH.shape
+    kv_heads, slots = key_LNBSH.shape[1], key_LNBSH.shape[3]
     dtype, scale, group = q_BTNH.dtype, width**-0.5, heads // kv_heads
     q_NBTGH = jnp.moveaxis(q_BTNH.reshape(batch, tokens, kv_heads, group, width), 2, 0)
-    if tokens * group == 1:
-        # Products of one query are a matrix and a vector, for which XLA:GPU wants the cache laid
-        # out otherwise: it writes a transposed copy of all of it in every step (seen for H200s).
-        q_NBTGH, group = jnp.pad(q_NBTGH, [(0, 0)] * 3 + [(0, 1), (0, 0)]), 2
+    q_NBTGH = jnp.pad(q_NBTGH, [(0, 0)] * 3 + [(0, rows_per_head - group), (0, 0)])
 
     def part(key_NBSH: jax.Array, value_NBSH: jax.Array, is_seen_BTS: jax.Array) -> Part:
         scores_NBTGS = jnp.einsum(
@@ -92,12 +123,10 @@ def gqa_attention(
 
         return part(read(key_LNBSH), read(value_LNBSH), is_seen_BS[:, None])
 
-    rows = (kv_heads, batch, tokens, group)
+    rows = (kv_heads, batch, tokens, rows_per_head)
     empty = Part(jnp.zeros((*rows, width), jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32))
     block = _block(slots, kv_heads * width)
     prefix = over_prefix(part_of_block, kv_len_B, slots=slots, block=block, empty=empty)
-    if sees_BTT is None:
-        sees_BTT = jnp.tri(tokens, dtype=bool)[None]
     whole = merge(prefix, part(new_key_NBTH, new_value_NBTH, sees_BTT))
-    out_NBTGH = whole.out[:, :, :, : heads // kv_heads]
+    out_NBTGH = whole.out[:, :, :, :group]
     return jnp.moveaxis(out_NBTGH, 0, 2).reshape(q_BTNH.shape).astype(dtype)

@@ -24,9 +24,13 @@ def over_rows(
 ) -> Part:
     """The part of some rows, of which each query sees those it is told to."""
     dtype = q_latent_BTNC.dtype
-    scores_BTNS = jnp.einsum(
-        "btnc,bsc->btns", q_latent_BTNC, latent_BSC, preferred_element_type=jnp.float32
-    ) + jnp.einsum("btnr,bsr->btns", q_rotary_BTNR, rotary_BSR, preferred_element_type=jnp.float32)
+
+    def scores(rows_BSA: jax.Array, q_BTNA: jax.Array) -> jax.Array:
+        # Rows times queries: the other way around XLA:CPU transposes the rows first.
+        return jnp.einsum("bsa,btna->bstn", rows_BSA, q_BTNA, preferred_element_type=jnp.float32)
+
+    scores_BSTN = scores(latent_BSC, q_latent_BTNC) + scores(rotary_BSR, q_rotary_BTNR)
+    scores_BTNS = jnp.moveaxis(scores_BSTN, 1, -1)
 
     def weigh(weights_BTNS: jax.Array) -> jax.Array:
         # A row that some query does not see may be NaN (an unfilled slot, a drafted token that
