@@ -218,6 +218,24 @@ def pair() -> str:
     return f"{wrapped(before)}\n\n{table(header, rows)}\n\n{wrapped(after)}\n\n{of_depths}"
 
 
+def sweep() -> str:
+    """Whether speculation pays here, by the trees that are fastest."""
+    suite = read("suite-cpu")
+
+    def say(part: dict[str, Any]) -> str:
+        told = "; ".join(
+            f"at batch {batch['batch_size']} {batch['best']}, which gave "
+            f"{interval(batch['whole'])} times the tokens per second of plain decoding"
+            for batch in part["batches"]
+        )
+        return (
+            f"With the shipped pair and its greedy texts, the fastest of {part['num_trees']} trees "
+            f"was {told} (`{part['command']}` on {machine(suite)}, {suite['date']})."
+        )
+
+    return wrapped(measured(suite, "sweep", say))
+
+
 def results() -> str:
     """Every file of results: what it is, and what it was made with, on what and when."""
     rows = []
@@ -256,6 +274,11 @@ def spread(value: dict[str, float]) -> str:
     return "{median:.3g} ({low:.3g} to {high:.3g})".format(**value)
 
 
+def interval(value: dict[str, Any]) -> str:
+    """A value, and where 95 % of the resampled ones lie."""
+    return "{:.2f} ({:.2f} to {:.2f})".format(value["value"], *value["interval"])
+
+
 def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [header, ("---",) * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
@@ -269,7 +292,7 @@ def wrapped(text: str) -> str:
 
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
-    ROOT / "README.md": {"figures": figures, "story": story, "pair": pair},
+    ROOT / "README.md": {"figures": figures, "story": story, "pair": pair, "sweep": sweep},
     ROOT / "benchmarks" / "README.md": {"results": results, "published": of_others},
 }
 """The pages, and the blocks of each, by name."""

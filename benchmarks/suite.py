@@ -4,6 +4,7 @@
     python benchmarks/suite.py --quick        a rehearsal, small; writes to --out alone
 
 - start: a command in a fresh process, compiling, then again with what was compiled; its memory;
+- sweep: the fastest tree of each batch size, as `jaxspec sweep` finds it in a fresh process;
 - verify: one target pass over T tokens against one token;
 - step: with every tree against plain decoding, and against reading the bytes that it has to;
 - speed: tokens per second with a draft and without, greedy and at temperature 0.8;
@@ -16,7 +17,7 @@
 
 What cannot run here stands in the file with its reason. Writes results/suite-DEVICE.json after
 every part (with --only, suite-DEVICE-PART.json), and ends with that object on one line. Exit status
-1 if a part failed. 11 minutes on two cores; nothing else should run on them.
+1 if a part failed. 14 minutes on two cores; nothing else should run on them.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import dataclasses
 import functools
 import json
 import math
+import shlex
 import shutil
 import sys
 import tempfile
@@ -44,6 +46,7 @@ import convert
 from jaxspec import SHIPPED_DRAFT, SHIPPED_TARGET, Numerics, load_draft, load_target
 from jaxspec.draft import Draft
 from jaxspec.kernels.hopper import why_not_hopper
+from jaxspec.sweep_report import Figure
 from jaxspec.target import Target
 
 PROMPT = "def fibonacci(n):"
@@ -62,6 +65,7 @@ class Extent:
       trees: of `step` and `speed`; `num_tokens`, T of `verify`.
       prompts, new_tokens: of `speed` and `transformers`.
       prompt_lengths, sizes: of `scaling`; `base` is what stays as it is along an axis.
+      sweep: flags of `jaxspec sweep`.
       source: layers and experts of the converted checkpoint; None takes the target that ships.
         Its size is about `source_bytes`.
     """
@@ -75,6 +79,7 @@ class Extent:
     prompt_lengths: tuple[int, ...]
     base: scaling.Point
     sizes: Mapping[str, tuple[Any, ...]]
+    sweep: tuple[str, ...]
     source: tuple[int, int] | None
     source_bytes: float
 
@@ -93,6 +98,7 @@ FULL = Extent(
         "batch": (1, 2, 4, 8, 16),
         "nodes": scaling.TREES,
     },
+    sweep=(),
     source=(3, 48),
     source_bytes=2.7e9,
 )
@@ -106,6 +112,7 @@ QUICK = Extent(
     prompt_lengths=(32, 64),
     base=scaling.Point(64, 1, "3x1x4"),
     sizes={"context": (32, 64), "batch": (1, 2), "nodes": ("3x1x4",)},
+    sweep=("--tree", "3x1x4", "--batch-size", "1", "--rounds", "1", "--max-new-tokens", "32"),
     source=None,
     source_bytes=5e7,
 )
@@ -213,6 +220,23 @@ def _of_processes(runs: list[Finished]) -> dict[str, Any]:
     }
 
 
+def sweep(bench: Bench) -> dict[str, Any]:
+    """The trees that `jaxspec sweep` timed over the prompts that ship, batch size by batch size."""
+    flags = ("sweep", "--dtype", bench.dtype, *bench.extent.sweep)
+    found = json.loads(run_fresh([sys.executable, "-m", "jaxspec", *flags, "--json"]).output)
+    (setting,) = found["settings"]
+    for batch in setting["batches"]:
+        over_plain = Figure(**batch["whole"])
+        print(f"  batch {batch['batch_size']}: {batch['best']} {over_plain} times plain decoding")
+    kept = ("temperature", "num_texts", "num_tokens", "looping", "checks")
+    return {
+        "command": shlex.join(("jaxspec", *flags)),
+        "num_trees": len(found["accept_length"]),
+        **{name: found[name] for name in kept},
+        "batches": setting["batches"],
+    }
+
+
 def verify(bench: Bench) -> dict[str, Any]:
     return generate.passes(bench.target, bench.extent.num_tokens, bench.extent.rounds)
 
@@ -296,6 +320,7 @@ class Part:
 
 PARTS = {
     "start": Part(start, 1.5),  # before this process holds the accelerator
+    "sweep": Part(sweep, 2.5),
     "verify": Part(verify, 0.5),
     "step": Part(step, 0.5),
     "speed": Part(speed, 3),

@@ -217,9 +217,9 @@ class SweepReport:
         if checks:
             tree = max(checks, key=lambda one: abs(checks[one].difference))
             worst = checks[tree]
-            said = "is" if worst.holds else "IS NOT"
+            said = "agrees" if worst.holds else "DOES NOT AGREE"
             lines.append(
-                f"what the walk says of {len(checks)} trees {said} what their real steps gave: "
+                f"the walk {said} with the real steps (trees: {len(checks)}): "
                 f"{worst.difference:+.1%} at most ({tree}: {worst.walked:.3f} walked, "
                 f"{worst.real:.3f} real)"
             )

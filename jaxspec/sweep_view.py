@@ -24,8 +24,8 @@ def show_sweep(report: SweepReport, console: Console) -> None:
     console.print(
         f"measured on {r.machine}: {r.draft} for {r.target}, {r.dtype}; {r.num_texts} texts of "
         f"{r.num_tokens} tokens, {kind}{looping}\nthe prompts surprise the target by "
-        f"{r.surprise:.2f} nats a token, of the {r.uniform:.2f} of random ones; accept lengths are "
-        f"of {len(r.accept_length)} trees, along the same texts",
+        f"{r.surprise:.2f} nats a token, of the {r.uniform:.2f} of random ones; trees whose "
+        f"acceptance was measured, all along these texts: {len(r.accept_length)}",
         soft_wrap=True,
         highlight=False,
     )

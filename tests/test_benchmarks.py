@@ -443,12 +443,15 @@ def test_steps_stand_beside_their_floors(target, draft):
 @pytest.mark.slow
 def test_a_rehearsal_of_the_suite(monkeypatch, capsys):
     """Fresh processes, and a conversion, as the program runs them."""
-    words = ["suite.py", "--quick", "--only", "start", "--only", "conversion"]
+    parts = ["start", "sweep", "conversion"]
+    words = ["suite.py", "--quick", *(word for part in parts for word in ("--only", part))]
     status, found = run_program(monkeypatch, capsys, *words)
-    assert (status, list(found["parts"])) == (0, ["start", "conversion"])
+    assert (status, list(found["parts"])) == (0, parts)
     for run in found["parts"]["start"]["3x1x4"].values():
         assert run["wall_s"]["median"] > run["compile_s"]["median"]
         assert run["peak_bytes"]["median"] > 5e7  # an interpreter with jax in it
+    (batch,) = found["parts"]["sweep"]["batches"]
+    assert batch["best"] == "3x1x4" and batch["whole"]["value"] > 0
     assert found["parts"]["conversion"]["source_bytes"] > 1e7
 
 

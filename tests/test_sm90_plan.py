@@ -10,7 +10,9 @@ from jax.stages import Compiled
 
 from jaxspec import ptxas
 from jaxspec.aliases import CacheLayout
+from jaxspec.commands import ModelFlags, PromptFlags
 from jaxspec.config import MeshConfig, Numerics, TreeConfig
+from jaxspec.console import Display
 from jaxspec.hlo import Run, loop_writes
 from jaxspec.phases import phase_of
 from jaxspec.plan import plan, what_runs
@@ -18,7 +20,11 @@ from jaxspec.plan_compile import absent_devices, compile_step
 from jaxspec.plan_models import PlanConfig
 from jaxspec.sharding import held_bytes
 from jaxspec.step import State
+from jaxspec.sweep_config import SweepConfig
+from jaxspec.sweep_report import report_of
+from jaxspec.sweep_run import SweepFlags, predict
 from tests.full_size import abstract_draft, abstract_target
+from tests.test_sweep import HEADER, log
 
 pytestmark = [
     pytest.mark.sm90,
@@ -164,3 +170,16 @@ def test_a_full_size_plan():
     assert report.break_even(step) > 1
     found = json.loads(json.dumps(report.to_dict()))
     assert (found["kind"], found["mesh"], found["fits"]) == ("predicted", "1x8", True)
+
+
+def test_a_sweep_predicts():
+    """Accept lengths of a sweep over the steps of a full-size plan, which both trees share."""
+    models, config = ModelFlags(), SweepConfig((TreeConfig(1, 1, 2),), (2,))
+    flags = SweepFlags(lambda: models, PromptFlags("x"), config)
+    measured = report_of(HEADER, log(), "")
+    (found,) = predict(flags, MeshConfig(1, 8), measured, Display())
+    assert set(found.trees) <= set(measured.accept_length) and found.best in found.trees
+    plain = [per_s / speed for per_s, speed in found.trees.values()]
+    assert plain == pytest.approx([plain[0]] * len(plain))
+    for tree, (_, speed) in found.trees.items():
+        assert 1 < speed < measured.accept_length[tree].value

@@ -76,7 +76,7 @@ def test_figures_by_hand():
 def test_a_walk_that_is_wrong():
     """Half a token in four is more than 3 %."""
     report = report_of(HEADER, log(wrong=1), "c")
-    assert not report.holds and "IS NOT" in report.finding()
+    assert not report.holds and "DOES NOT AGREE" in report.finding()
     assert report.checks["1x1x2"].difference == pytest.approx(2 / 1.75 - 1)
 
 

@@ -60,13 +60,14 @@ def _side_by_side(x_MD, gate_up, down, layer, expert_MX, weight_MX, product) -> 
         # Apart from its making: fused, it would be made again for every row of the matrix.
         x_AD = lax.optimization_barrier(jnp.pad(x_AD.astype(jnp.float32), ((0, 0), (0, missing))))
         x = x_AD.reshape(block, *[1] * (weights[0].ndim - 3), -1, len(weights), GROUP)
-        total = sum(
+        products = [
             plane.astype(dtype).astype(jnp.float32) * x[..., index, :]
             for index, plane in enumerate(weights)
-        )
+        ]
         # Apart from the sum within a group, which XLA:CPU does not vectorise together with it, and
         # is slow to do but as a product.
-        total = lax.optimization_barrier(total).reshape(*total.shape[:-2], -1)
+        total = lax.optimization_barrier(functools.reduce(jnp.add, products))
+        total = total.reshape(*total.shape[:-2], -1)
         ones = jnp.ones(total.shape[-1:], jnp.float32)
         return jnp.matmul(total, ones, precision=lax.Precision.HIGHEST)
 
