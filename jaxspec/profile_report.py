@@ -32,8 +32,9 @@ METHOD = (
     "An operation is its phase's by the scope it was traced under; a fusion's is that of its root. "
     "Time in which several run is shared among them; time in which none does, a launch or a wait, "
     "is the next one's, and is given as idle.",
-    "On a CPU the profiler slows what it sees: what it adds to an operation is measured on another "
-    "program, of small ones, and taken off for each. On a GPU nothing is.",
+    "On a CPU the profiler slows what it sees: what an event that it notes adds is measured on "
+    "another program, of small operations, and taken off for each operation, by how many events "
+    "there are of one. On a GPU nothing is.",
     f"{LOOP}: the loop over steps. {UNKNOWN}: the program does not say of which phase it is. "
     f"{CALL}: from the host's call to the first operation, and from the last to the answer.",
 )

@@ -42,7 +42,7 @@ from jaxspec.profile_report import (
 from jaxspec.report import command, machine
 from jaxspec.requests import Request
 from jaxspec.target import Target
-from jaxspec.trace import Event, add_track, profile_files, read_events, spans
+from jaxspec.trace import Event, add_track, count_events, profile_files, read_events, spans
 
 __all__ = ["Attribution", "ProfileConfig", "profile_step"]
 
@@ -186,7 +186,7 @@ def _profiled(
         whole_ms, traced_ms = _measure(generator, requests, config, progress, adds, folder)
         xplane = profile_files(folder)[0]
         found = Attribution(read_events(xplane, module_name(hlo)), operations(hlo))
-        cost_us = 0.0 if adds is None else adds.us(xplane)
+        cost_us = 0.0 if adds is None else adds.us(xplane, module_name(hlo))
         if config.trace is not None:
             add_track(folder, found.tracks())
             shutil.copytree(xplane.parent, _run_folder(config.trace, tree))
@@ -254,7 +254,7 @@ def _profiler(folder: Path) -> AbstractContextManager[Any]:
 
 
 class _ProfilerCost:
-    """What the profiler adds to an operation, from a program of small ones.
+    """What the profiler adds to an event that it notes, from a program of small operations.
 
     Each reads 16 KB of its own, as a small operation of a model does: from what lies in the cache
     already, the profiler takes less. They stand in no loop: XLA:CPU compiles a small loop into one
@@ -283,20 +283,28 @@ class _ProfilerCost:
         took_ms = 1e3 * (time.perf_counter() - started)
         self._fastest_ms[is_traced] = min(took_ms, self._fastest_ms[is_traced])
 
-    def us(self, xplane: Path) -> float:
-        """Microseconds for each operation, of the fastest runs; never less than none.
+    def us(self, xplane: Path, module: str) -> float:
+        """Microseconds for each operation of a program, of the fastest runs; never less than none.
+
+        One that several threads share has more events than a small one.
 
         Raises:
-          InputError: the compiler has made fewer operations of them.
+          InputError: the compiler has made fewer operations of the small ones.
         """
-        events = read_events(xplane, module_name(str(self._program.as_text())))
-        count, wanted = sum(map(len, events.values())), self.OPERATIONS * self.TIMES
+        small = module_name(str(self._program.as_text()))
+        count, wanted = _count_operations(xplane, small), self.OPERATIONS * self.TIMES
         if count < wanted:
             raise InputError(
                 f"jax {jax.__version__} runs the {wanted} operations on which the profiler's own "
                 f"time is measured as {count}: it cannot be taken off; try another version of jax"
             )
-        return max(0.0, 1e3 * (self._fastest_ms[True] - self._fastest_ms[False]) / count)
+        adds_us = 1e3 * (self._fastest_ms[True] - self._fastest_ms[False])
+        of_each = count_events(xplane, module) / _count_operations(xplane, module)
+        return max(0.0, adds_us / count_events(xplane, small) * of_each)
+
+
+def _count_operations(xplane: Path, module: str) -> int:
+    return sum(map(len, read_events(xplane, module).values()))
 
 
 class Attribution:

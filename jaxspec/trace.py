@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from jax.profiler import ProfileData
 
-__all__ = ["Event", "Span", "add_track", "profile_files", "read_events", "spans"]
+__all__ = ["Event", "Span", "add_track", "count_events", "profile_files", "read_events", "spans"]
 
 _TRACK = "jaxspec phases"
 
@@ -77,6 +77,19 @@ def read_events(xplane: Path, module: str) -> dict[str, list[Event]]:
                     Event(event.start_ns, end_ns, None if name is None else str(name))
                 )
     return found
+
+
+def count_events(xplane: Path, module: str) -> int:
+    """How many events a CPU's threads noted while they ran a program, those between its operations
+    included: their ends, and what threads told each other."""
+    count = 0
+    for plane in ProfileData.from_file(str(xplane)).planes:
+        for line in plane.lines:
+            latest = None
+            for event in sorted(line.events, key=lambda event: event.start_ns):
+                latest = dict(event.stats).get("hlo_module", latest)
+                count += latest == module
+    return count
 
 
 def spans(events: Sequence[Event], runs_others: Callable[[str | None], bool]) -> Iterator[Span]:

@@ -10,7 +10,7 @@ import pytest
 from jax.profiler import ProfileData
 
 from jaxspec.phases import LOOP, PARTS, part_of, phase_of
-from jaxspec.trace import Event, Span, add_track, read_events, spans
+from jaxspec.trace import Event, Span, add_track, count_events, read_events, spans
 
 STATS = """
 stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
@@ -53,6 +53,19 @@ def test_of_a_cpu_only_the_program_is_read(tmp_path):
     cpu = f'name: "/host:CPU" lines {{ name: "t" {line} }}'
     found = read_events(written(tmp_path, cpu), "jit_step")
     assert found == {"CPU 0": [Event(0, 1e3, "dot.1")], "CPU 1": [Event(4e3, 5e3, "dot.1")]}
+
+
+def test_events_are_of_the_program_that_the_thread_runs(tmp_path):
+    """Whatever the order in which they were written down; those before the first are of none."""
+    between = "".join(
+        f"events {{ metadata_id: 1 offset_ps: {at * 10**6} }}" for at in (0, 2, 3, 5, 7)
+    )
+    line = f"{between} {event(6, 1)} {event(1, 1)} {event(4, 1, module=5)}"
+    other = event(9, 1, module=5)
+    cpu = f'name: "/host:CPU" lines {{ name: "t" {line} }} lines {{ name: "u" {other} }}'
+    xplane = written(tmp_path, cpu)
+    assert (count_events(xplane, "jit_step"), count_events(xplane, "jit_other")) == (5, 3)
+    assert count_events(xplane, "jit_none") == 0
 
 
 def test_every_instant_is_in_one_span():
