@@ -142,16 +142,19 @@ def test_nobody():
     np.testing.assert_array_equal(everyone_idle, 0)
 
 
-def test_other_tokens_do_not_change_a_bit():
-    """A token's place in its experts' tiles moves with the others' choices; its sum does not."""
-    (gate_up, _), (down, _) = stacks(64, 32)
-    x, (experts, shares) = tokens_of(71, 64), choices(71)
+# Of 33 tokens the choices go side by side, of 71 in tiles.
+@pytest.mark.parametrize("tokens", [33, 71])
+def test_other_tokens_do_not_change_a_bit(tokens):
+    """A token's place among its experts' moves with the others' choices; its sum does not."""
+    (gate_up, _), (down, _) = stacks(288, 96)
+    x, (experts, shares) = tokens_of(tokens, 288), choices(tokens)
     alone = compiled()(x, gate_up, down, LAYER, experts, shares)
     for seed in range(20):
-        other_x = tokens_of(71, 64, seed + 10)
-        other_experts, other_shares = choices(71, seed=seed)
-        other_experts[seed % 3 :: 3] = NOBODY
-        kept = np.random.default_rng(seed).permutation(71)[:5]
+        other_x = tokens_of(tokens, 288, seed + 10)
+        other_experts, other_shares = choices(tokens, seed=seed)
+        other_x[seed % 3 :: 3] = np.nan
+        other_experts[seed % 5 :: 3] = NOBODY
+        kept = np.random.default_rng(seed).permutation(tokens)[:5]
         for mine, others in ((x, other_x), (experts, other_experts), (shares, other_shares)):
             others[kept] = mine[kept]
         got = compiled()(other_x, gate_up, down, LAYER, other_experts, other_shares)
