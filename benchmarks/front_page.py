@@ -224,13 +224,13 @@ def sweep() -> str:
 
     def say(part: dict[str, Any]) -> str:
         told = "; ".join(
-            f"at batch {batch['batch_size']} {batch['best']}, which gave "
-            f"{interval(batch['whole'])} times the tokens per second of plain decoding"
+            f"at batch {batch['batch_size']}, {batch['best']} is the fastest, and decodes "
+            f"{interval(batch['whole'])} times as fast as plain decoding"
             for batch in part["batches"]
         )
         return (
-            f"With the shipped pair and its greedy texts, the fastest of {part['num_trees']} trees "
-            f"was {told} (`{part['command']}` on {machine(suite)}, {suite['date']})."
+            f"Of {part['num_trees']} trees, over whole greedy texts of the shipped pair: {told} "
+            f"(`{part['command']}` on {machine(suite)}, {suite['date']})."
         )
 
     return wrapped(measured(suite, "sweep", say))
