@@ -142,7 +142,7 @@ def compiler_options(platform: str) -> dict[str, bool | int]:
     lies. Before a product by Triton, or one merged with its neighbour, XLA (jax 0.11.2, 0.12.0.1)
     copies the weights out: every weight but the experts' would cross the memory bus three times.
 
-    On CPU: vectors as wide as the processor's. XLA stops at 256 bits, and where there are 512 the
+    On CPU: vectors of up to 512 bits, where the processor has them. XLA stops at 256, and the
     experts' product is bound by instructions.
     """
     if platform == "cpu":

@@ -99,7 +99,7 @@ class BatchReport:
       plain_ms, plain_tokens_per_s: of plain decoding.
       trees: the fastest first.
       whole: tokens per second of the fastest over plain decoding's, in runs over whole texts that
-        had no part in choosing it; None where there were none yet.
+        had no part in choosing it; its interval is over rounds. None where there were none yet.
     """
 
     batch_size: int

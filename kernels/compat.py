@@ -7,7 +7,11 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.interpreters import mlir
 
-__all__ = ["mma_on_cpu"]
+__all__ = ["ROWS_OF_ONE_QUERY", "mma_on_cpu"]
+
+ROWS_OF_ONE_QUERY = 2 if jax.__version_info__ < (0, 12) else 1
+"""Rows as which XLA:GPU is given a single query. To multiply one alone, jax 0.11 wants the cache
+laid out otherwise, and writes a transposed copy of all of it in every step (seen for H200s)."""
 
 
 @functools.cache

@@ -6,9 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxspec.kernels.expert_matmul import PackedInt4, expert_matmul
+from jaxspec.kernels.expert_matmul import PackedInt4, expert_matmul, xla
 from jaxspec.kernels.expert_matmul.packing import pack, unpack
 from jaxspec.kernels.expert_matmul.reference import expert_matmul_reference
+from jaxspec.step import compiler_options
 from tests.reference import formulas
 
 LAYERS, EXPERTS, LAYER = 2, 5, 1
@@ -56,7 +57,9 @@ def tokens_of(count: int, width: int, seed: int = 2) -> np.ndarray:
 
 @functools.cache
 def compiled(function=expert_matmul, product: str = "exact"):
-    return jax.jit(lambda *args: function(*args, product=product))
+    """As the step is compiled."""
+    options = compiler_options("cpu")
+    return jax.jit(lambda *args: function(*args, product=product), compiler_options=options)
 
 
 @pytest.mark.parametrize("shape", [(3, 64), (2, 5, 256), (4, 3, 288), (3, 544)], ids=str)
@@ -140,6 +143,35 @@ def test_nobody():
     np.testing.assert_allclose(got[1:], want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
     everyone_idle = compiled()(x, gate_up, down, LAYER, np.full_like(experts, NOBODY), shares)
     np.testing.assert_array_equal(everyone_idle, 0)
+
+
+def test_only_chosen_experts_are_read(monkeypatch):
+    """A block's places that no choice fills read nothing more; called without `jit`, too."""
+    read, read_some = [], xla._read_some
+
+    def noting(stack, layer, expert_A):
+        jax.debug.callback(lambda ids: read.append(set(ids.tolist())), expert_A)
+        return read_some(stack, layer, expert_A)
+
+    monkeypatch.setattr(xla, "_read_some", noting)
+    (gate_up, exact_gate_up), (down, exact_down) = stacks(64, 32)
+    x, experts, shares = tokens_of(1, 64), np.array([[3, NOBODY, 1]]), np.ones((1, 3), np.float32)
+    got = expert_matmul(x, gate_up, down, LAYER, experts, shares)
+    jax.effects_barrier()
+    assert read == [{1, 3}, {1, 3}]  # gate and up, then down
+    want = exact(x, exact_gate_up, exact_down, experts, shares)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_both_sides_of_the_switch(more):
+    """As many choices as go side by side, and a token more, which go in tiles."""
+    (gate_up, exact_gate_up), (down, exact_down) = stacks(64, 32)
+    tokens = xla.MAX_PER_EXPERT * EXPERTS // 4 + more
+    x, (experts, shares) = tokens_of(tokens, 64), choices(tokens, 4)
+    got = compiled()(x, gate_up, down, LAYER, experts, shares)
+    want = exact(x, exact_gate_up, exact_down, experts, shares)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 
 # Of 33 tokens the choices go side by side, of 71 in tiles.

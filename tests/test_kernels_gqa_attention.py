@@ -77,12 +77,16 @@ def test_causal(tokens):
     np.testing.assert_allclose(compiled()(args, None), exact(args, sees), rtol=2e-5, atol=2e-6)
 
 
-def test_one_query_for_a_key_head():
-    """As a chain's levels have it; it gets company for the products, and none in the output."""
+@pytest.mark.parametrize("rows", [1, 2])
+def test_one_query_for_a_key_head(rows, monkeypatch):
+    """As a chain's levels have it; what is added to it for a product is not in the output."""
+    attention = functools.partial(kernel._attention, rows_per_head=rows)
+    monkeypatch.setattr(kernel.lax, "platform_dependent", lambda *args, **_: attention(*args))
     args = inputs(1, 1)
     args["q"] = args["q"][:, :, :KV_HEADS]
     sees = np.ones((len(KV_LEN), 1, 1), bool)
-    np.testing.assert_allclose(compiled()(args, None), exact(args, sees), rtol=2e-5, atol=2e-6)
+    got = gqa_attention(*(args[name] for name in NAMES), None)
+    np.testing.assert_allclose(got, exact(args, sees), rtol=2e-5, atol=2e-6)
 
 
 def test_turns_are_few():

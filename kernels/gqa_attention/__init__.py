@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxspec.kernels.compat import ROWS_OF_ONE_QUERY
 from jaxspec.kernels.online_softmax import Part, attend, merge, over_prefix
 
 __all__ = ["ROW", "gqa_attention", "num_turns"]
@@ -63,18 +64,21 @@ def gqa_attention(
     if sees_BTT is None:
         sees_BTT = jnp.tri(q_BTNH.shape[1], dtype=bool)[None]
     arguments = (
-        *(q_BTNH, key_LNBSH, value_LNBSH, jnp.asarray(layer), kv_len_B),
-        *(new_key_NBTH, new_value_NBTH, sees_BTT),
+        q_BTNH,
+        key_LNBSH,
+        value_LNBSH,
+        jnp.asarray(layer),
+        kv_len_B,
+        new_key_NBTH,
+        new_value_NBTH,
+        sees_BTT,
     )
     if q_BTNH.shape[1] > 1 or heads > kv_heads:
         return _attention(*arguments, rows_per_head=heads // kv_heads)
-    # Products of one query are a matrix and a vector, for which XLA:GPU wants the cache laid out
-    # otherwise: it writes a transposed copy of all of it in every step (seen for H200s). XLA:CPU
-    # takes three times as long over two queries.
     return lax.platform_dependent(
         *arguments,
-        cpu=functools.partial(_attention, rows_per_head=1),
-        default=functools.partial(_attention, rows_per_head=2),
+        cpu=functools.partial(_attention, rows_per_head=1),  # two take three times as long
+        default=functools.partial(_attention, rows_per_head=ROWS_OF_ONE_QUERY),
     )
 
 
