@@ -100,7 +100,7 @@ def steps(suite: dict[str, Any], case: dict[str, Any]) -> Iterator[Row]:
     for tree in (TREE, LARGE_TREE):
         yield (
             f"`accept_length` above which tree {tree} pays",
-            measured(suite, "step", lambda part, tree=tree: spread(part["steps"][tree]["ratio"])),
+            measured(suite, "step", lambda part, tree=tree: pays_above(part, tree)),
             f"{pays[tree]:.2f}",
         )
     yield (
@@ -113,6 +113,12 @@ def steps(suite: dict[str, Any], case: dict[str, Any]) -> Iterator[Row]:
         measured(suite, "step", lambda part: f"{spread(part['steps']['None']['value'])} ms"),
         f"{case['autoregressive']['step_ms']:.1f} ms",
     )
+
+
+def pays_above(part: dict[str, Any], tree: str) -> str:
+    """An accept_length, and whether there is none so large."""
+    ratio, most = part["steps"][tree]["ratio"], int(tree.split("x")[0]) + 1
+    return f"{spread(ratio)}{f': never, at most {most}' * (ratio['median'] > most)}"
 
 
 def speeds(suite: dict[str, Any]) -> Iterator[Row]:

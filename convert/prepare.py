@@ -175,10 +175,10 @@ def prepare_draft(
     identity = f"eagle3@{_fingerprint(_function_of(config), rules, source)}"
     claims["target"] = Claim(None, "nothing in the checkpoint names it")
     if target is not None:
-        config = tie(config, target, problems, "by convert --target")
+        config = tie(config, target, problems, "by --target")
         problems.raise_any()
         claims["boundaries"] = Claim(list(config.boundaries.ids), config.boundaries.origin)
-        claims["target"] = Claim(target.identity, "convert --target")
+        claims["target"] = Claim(target.identity, "--target")
     none = Quantization("none")
     return Prepared("draft", identity, config, claims, rules, unused, source, none)
 

@@ -3,7 +3,15 @@
 import dataclasses
 from typing import Any, Literal
 
-__all__ = ["DoctorReport", "Figures", "Observed", "ReadingReport", "TreeFigures", "Verdict"]
+__all__ = [
+    "LEAST",
+    "DoctorReport",
+    "Figures",
+    "Observed",
+    "ReadingReport",
+    "TreeFigures",
+    "Verdict",
+]
 
 Verdict = Literal["better", "indistinguishable", "worse"]
 LEAST_LENGTH = 0.01

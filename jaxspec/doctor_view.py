@@ -6,7 +6,7 @@ from typing import get_args
 import numpy as np
 from rich.table import Table
 
-from jaxspec.doctor_report import DoctorReport, Figures, Verdict
+from jaxspec.doctor_report import LEAST, DoctorReport, Figures, Verdict
 from jaxspec.picture import save_picture
 
 __all__ = ["plot_report", "table_of"]
@@ -73,7 +73,9 @@ def plot_report(report: DoctorReport, path: Path) -> None:
     gains.axvline(0, color="black", linewidth=0.8)
     gains.set_xscale("symlog", linthresh=0.01)
     gains.set_yticks(y, [one.name for one in shown], fontsize=7)
-    gains.set_xlabel("nats per token over the declared reading, 95 % together")
+    gains.set_xlabel(
+        f"nats per token over the declared reading, 95 % together; less than {LEAST:g} is none"
+    )
     gains.legend(fontsize=7)
     lengths.axvline(report.declared.accept_length, color="black", linewidth=0.8, label="declared")
     lengths.axvline(report.ceiling.accept_length, color="black", linestyle=":", label="ceiling")

@@ -72,10 +72,10 @@ def _name(step: StepProfile) -> str:
 
 
 def _shares(step: StepProfile) -> str:
-    """The phases' shares of a step, the verification's first."""
+    """The phases' shares of their sum, the verification's first."""
     phases = sorted(PHASES, key=lambda phase: phase != "verify")
     shares = [f"{name} {step.of_phase(name) / step.sum_ms:.0%}" for name in phases]
-    return f"{', '.join(shares)} of {step.step_ms:.3f} ms"
+    return f"{', '.join(shares)} of {step.sum_ms:.3f} ms; the whole step: {step.step_ms:.3f} ms"
 
 
 def _phases(report: ProfileReport) -> Table:
@@ -173,7 +173,7 @@ def draw(report: ProfileReport, path: Path) -> None:
         axes.plot([step.step_ms] * 2, [row - 0.4, row + 0.4], color="black", linewidth=2.5)
         share = step.of_phase("verify") / step.sum_ms
         axes.annotate(
-            f"{step.step_ms:.2f} ms, verify {share:.0%}",
+            f"{step.step_ms:.2f} ms; verify {share:.0%} of the phases",
             (max(end, step.step_ms), row),
             (6, -4),
             textcoords="offset points",

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -217,6 +218,9 @@ def _from_json(line: str, default_id: str, where: str) -> Prompt:
             f"{where}: {astray[0]!r} stands beside the prompt, where nothing reads it; settings "
             f'stand in an object, as in "sampling": {{"{astray[0]}": ...}}'
         )
+    for key in entry.keys() - _READ:
+        if near := difflib.get_close_matches(key, _READ, n=1, cutoff=0.88):
+            raise InputError(f"{where}: nothing reads {key!r}; is it {near[0]!r}?")
     name = entry.get("id", entry.get("question_id", default_id))
     try:
         content = _FORMS[form](entry[form])
@@ -349,6 +353,8 @@ _FORMS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "turns": _first_turn,
     "question": _text,
 }
+_READ = (*_FORMS, "id", "question_id", "category", "sampling", "tools", "thinking")
+"""All keys of a line that mean something; others are of a data set's own."""
 
 
 def _is_prompt_object(line: str) -> bool:

@@ -19,6 +19,8 @@ Kind = Literal["boundary", "features", "router", "logits", "draft"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 F32_TOLERANCE = 1e-5
 """Relative error of a row between two programs in f32."""
+FAR = 0.5
+"""Relative error of a row that no dtype's rounding explains: half of the row is another."""
 CLEARLY = 1.5
 """With a reference, a side is flagged where its error exceeds the other's so many times."""
 
@@ -61,13 +63,18 @@ class ArrayComparison:
         return self.worst if self.judges == "worst" else self.middle
 
     @property
+    def is_far(self) -> bool:
+        """Whether a row differs by more than rounding could make, though the middle one may not."""
+        return self.worst > FAR
+
+    @property
     def flagged(self) -> str | None:
         """Which side is further from the reference than the other could explain; None is neither.
 
-        Without a reference: "both", where they differ by more than the tolerance.
+        Without a reference: "both", where they differ by more than the tolerance, or a row by far.
         """
         if self.reference_errors is None:
-            return None if self.judged <= self.tolerance else "both"
+            return None if self.judged <= self.tolerance and not self.is_far else "both"
         a, b = self.reference_errors
         if self.own_tolerances is not None:
             over = [error / own for error, own in zip((a, b), self.own_tolerances, strict=True)]
@@ -177,6 +184,8 @@ class RecordComparison:
         if where is None:
             is_all = not (self.not_compared or self.missing)
             where = "they agree" if is_all else "they agree in what was compared"
+            if self.reference is None and any(one.judges == "middle" for one in self.arrays):
+                where += " as far as middle rows tell: an f32 record as --reference judges all rows"
         if self.num_left_out:
             where += (
                 f"; near-ties of routers reach {self.num_left_out} of {self.num_tokens} rows, "
@@ -260,6 +269,8 @@ def _margin(margin: float | None) -> str:
 
 def _side(one: ArrayComparison) -> str:
     """Which record is at fault, where a reference tells."""
+    if one.reference_errors is None and one.judged <= one.tolerance:
+        return f" (error {one.worst:.1e} at {one.worst_at[0]}:{one.worst_at[1]}, beyond rounding)"
     if one.reference_errors is None:
         return f" (error {one.judged:.1e} of the {one.judges} row, tolerance {one.tolerance:.1e})"
     a, b = one.reference_errors

@@ -173,7 +173,7 @@ class GenerateReport:
         most = self.tree.levels + 1
         accepted = f"accept_length {self.accept_length:.2f} of {most} (bonus included)"
         if self.accept_ceiling is not None:
-            accepted += f", of at best {self.accept_ceiling:.2f} on this text"
+            accepted += f"; a draft that knew the target: {self.accept_ceiling:.2f} expected"
         return f"{accepted}, tree {self.tree}, {ran}\nfeatures: {self.draft_claim}"
 
     def _as_sglang_counts(self) -> dict[str, float | None]:

@@ -77,7 +77,7 @@ class TreeReport:
       step_ms: of a step with all places running; the median of the rounds.
       speed: over plain decoding: accept_length times the quotient of the step times, which is
         taken round by round.
-      tokens_per_s: of all places, at that accept_length and step time.
+      tokens_per_s: of all places: plain decoding's, so many times.
       is_rival: whether it cannot be told from the fastest one.
       check: of the steps that were timed; None where a text had ended before.
     """
@@ -337,6 +337,8 @@ def _batch(
     drawn_rounds = np.random.default_rng(1).integers(len(rounds), size=(RESAMPLES, len(rounds)))
     has_interval = len(rounds) >= FEWEST_ROUNDS and draws.shape[1] >= FEWEST_TEXTS
     found, drawn = [], {}
+    plain_ms = float(np.median(ms[PLAIN]))
+    plain_per_s = 1e3 * batch_size / plain_ms
     for name in names:
         if name == PLAIN:
             continue
@@ -347,7 +349,7 @@ def _batch(
         speed = Figure(value, _interval(drawn[name]) if has_interval else None)
         step_ms = float(np.median(ms[name]))
         check = _check(walked[name], name, rounds)
-        per_s = 1e3 * batch_size * length.value / step_ms
+        per_s = speed.value * plain_per_s
         found.append(TreeReport(name, length, step_ms, speed, per_s, False, check))
     found.sort(key=lambda one: -one.speed.value)
     best = drawn[found[0].tree]
@@ -358,11 +360,8 @@ def _batch(
         )
         for one in found[1:]
     ]
-    plain_ms = float(np.median(ms[PLAIN]))
     whole = _whole([one for one in wholes if one["tree"] == found[0].tree])
-    return BatchReport(
-        batch_size, len(rounds), plain_ms, 1e3 * batch_size / plain_ms, tuple(found), whole
-    )
+    return BatchReport(batch_size, len(rounds), plain_ms, plain_per_s, tuple(found), whole)
 
 
 def _whole(wholes: Sequence[Mapping[str, Any]]) -> Figure | None:

@@ -333,7 +333,7 @@ def test_convert_and_inspect(run, place):
     assert after["boundaries"]["ids"] == [1, 2, 4]
     status, out, _ = run("inspect", "converted")
     assert "boundaries 1, 2, 4, 64 wide each" in out
-    assert "[convert --target]" in out
+    assert "[--target]" in out
     status, out, err = run("convert", "draft", "converted")
     assert status == 2
     assert err == "jaxspec: converted: exists already; a conversion never writes over anything\n"

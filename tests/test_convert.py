@@ -133,7 +133,7 @@ def test_draft_tied_to_its_target(kimi, converted, tmp_path):
     assert (untied.config, untied.identity) == (in_memory.config, in_memory.identity)
     assert untied.config.boundaries.agrees_with(tied.config.boundaries)
     assert untied.config.boundaries.origin.endswith("tied to this target when it was loaded")
-    assert tied.config.boundaries.origin.endswith("tied to this target by convert --target")
+    assert tied.config.boundaries.origin.endswith("tied to this target by --target")
     manifest = json.loads((tmp_path / "tied-target" / "manifest.json").read_text())
     assert manifest["claims"]["target"]["value"] == target.identity
     assert load_draft(out, F32, target=target).config == tied.config

@@ -160,7 +160,9 @@ def test_it_is_shown(report, tmp_path, capsys):
     found, _ = report
     show(found, Console(width=160))
     out = capsys.readouterr().out
-    assert out.startswith("tree 3x1x4: verify ")
+    (step,) = found.steps
+    assert out.startswith(f"tree 3x1x4: verify {step.of_phase('verify') / step.sum_ms:.0%}")
+    assert f" of {step.sum_ms:.3f} ms; the whole step: {step.step_ms:.3f} ms" in out
     for said in ("measured: ", "experts", "whole step, no profiler", "JAX's profiler", "machine: "):
         assert said in out
     draw(found, tmp_path / "p.svg")

@@ -243,6 +243,7 @@ def test_what_is_no_unicode_is_refused():
         ('{"prompt": "a", "temperature": 5}', "'temperature' stands beside the prompt"),
         ('{"prompt": "a", "messages": []}', "both 'prompt' and 'messages'"),
         ('{"prompt": "a", "thinking": true}', "stand beside 'messages', not 'prompt'"),
+        ('{"prompt": "a", "samplin": {}}', "nothing reads 'samplin'; is it 'sampling'?"),
         ('{"question": "a", "tools": []}', "stand beside 'messages', not 'question'"),
     ],
 )

@@ -217,6 +217,20 @@ def test_a_reference_tells_who_is_wrong(healthy, saved):
         compare_records(a, reference, b)
 
 
+def test_a_row_beyond_rounding(healthy, saved):
+    """In bf16 the middle row is judged, which one row of another text is not; and that is said."""
+    rounded = {"dtype": "bfloat16"}
+    right, other = changed(healthy, rounded), healthy.arrays["boundary.004"].copy()
+    found = compare_records(*saved(right, right))
+    assert found.holds and found.finding().startswith("they agree as far as middle rows tell")
+    other[1, 2] *= -1
+    found = compare_records(*saved(changed(healthy, rounded, boundary__004=other), right))
+    assert not found.holds
+    assert "boundary.004 is the first to differ (error 2.0e+00 at 1:2, beyond" in found.finding()
+    other[1, 2] *= -1.1
+    assert compare_records(*saved(changed(healthy, rounded, boundary__004=other), right)).holds
+
+
 def test_features_by_the_boundary_they_are(healthy, saved):
     def with_features(ids: tuple[int, ...], said: str) -> Record:
         features = np.concatenate([healthy.arrays[f"boundary.{b:03d}"] for b in ids], axis=-1)

@@ -61,6 +61,8 @@ def test_figures_by_hand():
     assert (a.tree, a.accept_length.value, a.step_ms) == ("1x1x2", 5 / 3, 2.0)
     assert a.speed.value == pytest.approx(5 / 3 / 2)
     assert a.tokens_per_s == pytest.approx(1e3 * 2 * (5 / 3) / 2)
+    for one in batch.trees:
+        assert one.tokens_per_s == pytest.approx(one.speed.value * batch.plain_tokens_per_s)
     assert (b.accept_length.value, b.step_ms) == (2.5, 4.0)
     assert b.speed.value == pytest.approx(2.5 / 4) and not b.is_rival
     assert a.speed.interval == pytest.approx((5 / 6, 5 / 6))  # nothing varies here
