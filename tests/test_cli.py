@@ -321,7 +321,7 @@ def test_convert_and_inspect(run, place):
     assert (status, out) == (0, ""), err
     assert "converted would be the draft eagle3@" in err
     assert "trained on boundaries (1, 2, 4)   [config.json: eagle_config." in err
-    assert "convention 'before' (the config says so); tied to this target by convert" in err
+    assert "convention 'before' (the config says so); tied to this target by --target" in err
     assert not (place / "converted").exists()
     status, _, err = run("convert", "draft", "converted", "--target", "target")
     assert status == 0, err
