@@ -292,19 +292,15 @@ class _ProfilerCost:
           InputError: the compiler has made fewer operations of the small ones.
         """
         small = module_name(str(self._program.as_text()))
-        count, wanted = _count_operations(xplane, small), self.OPERATIONS * self.TIMES
+        operations, events = count_events(xplane)
+        count, wanted = operations[small], self.OPERATIONS * self.TIMES
         if count < wanted:
             raise InputError(
                 f"jax {jax.__version__} runs the {wanted} operations on which the profiler's own "
                 f"time is measured as {count}: it cannot be taken off; try another version of jax"
             )
         adds_us = 1e3 * (self._fastest_ms[True] - self._fastest_ms[False])
-        of_each = count_events(xplane, module) / _count_operations(xplane, module)
-        return max(0.0, adds_us / count_events(xplane, small) * of_each)
-
-
-def _count_operations(xplane: Path, module: str) -> int:
-    return sum(map(len, read_events(xplane, module).values()))
+        return max(0.0, adds_us / events[small] * events[module] / operations[module])
 
 
 class Attribution:

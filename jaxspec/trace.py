@@ -7,6 +7,7 @@ profile made by hand, after what XLA's CUPTI collector writes (xla/backends/prof
 
 import gzip
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -79,17 +80,20 @@ def read_events(xplane: Path, module: str) -> dict[str, list[Event]]:
     return found
 
 
-def count_events(xplane: Path, module: str) -> int:
-    """How many events a CPU's threads noted while they ran a program, those between its operations
-    included: their ends, and what threads told each other."""
-    count = 0
+def count_events(xplane: Path) -> tuple[Counter[str], Counter[str]]:
+    """What a CPU's threads noted of each program: its operations, and all events while it ran,
+    those between operations too: their ends, and what threads told each other."""
+    operations, events = Counter(), Counter()
     for plane in ProfileData.from_file(str(xplane)).planes:
         for line in plane.lines:
             latest = None
             for event in sorted(line.events, key=lambda event: event.start_ns):
-                latest = dict(event.stats).get("hlo_module", latest)
-                count += latest == module
-    return count
+                if (ran := dict(event.stats).get("hlo_module")) is not None:
+                    latest = ran
+                    operations[ran] += 1
+                if latest is not None:
+                    events[latest] += 1
+    return operations, events
 
 
 def spans(events: Sequence[Event], runs_others: Callable[[str | None], bool]) -> Iterator[Span]:

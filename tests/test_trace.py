@@ -63,9 +63,9 @@ def test_events_are_of_the_program_that_the_thread_runs(tmp_path):
     line = f"{between} {event(6, 1)} {event(1, 1)} {event(4, 1, module=5)}"
     other = event(9, 1, module=5)
     cpu = f'name: "/host:CPU" lines {{ name: "t" {line} }} lines {{ name: "u" {other} }}'
-    xplane = written(tmp_path, cpu)
-    assert (count_events(xplane, "jit_step"), count_events(xplane, "jit_other")) == (5, 3)
-    assert count_events(xplane, "jit_none") == 0
+    operations, events = count_events(written(tmp_path, cpu))
+    assert (events["jit_step"], events["jit_other"], events["jit_none"]) == (5, 3, 0)
+    assert operations == {"jit_step": 2, "jit_other": 2}
 
 
 def test_every_instant_is_in_one_span():
